@@ -1,0 +1,61 @@
+"""What a request asks for, checked before it reaches a slot."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from jaxspec.errors import RequestError
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """Per-request sampling. temperature 0 = greedy; top_k 0, top_p 1 and min_p 0 = off; no seed = a fresh one.
+
+    Generation ends at a stop token (kept in the output), at an end-of-sequence id of the target unless `ignore_eos`, after
+    `max_new_tokens`, or at the end of the context.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_new_tokens: int = 128
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def validate(self, vocab_size: int) -> None:
+        """Raises RequestError naming the first field that is out of range."""
+        _expect("temperature", self.temperature, "0 (greedy) or a positive number", 0 <= self.temperature < math.inf)
+        _expect("top_k", self.top_k, "0 (off) or a positive integer", _is_int(self.top_k) and self.top_k >= 0)
+        _expect("top_p", self.top_p, "a number in (0, 1]", 0 < self.top_p <= 1)
+        _expect("min_p", self.min_p, "a number in [0, 1)", 0 <= self.min_p < 1)
+        seed_fits = self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**63)
+        _expect("seed", self.seed, "an integer from 0 to 2^63 - 1", seed_fits)
+        _expect("max_new_tokens", self.max_new_tokens, "0 or more", _is_int(self.max_new_tokens) and self.max_new_tokens >= 0)
+        stops_fit = all(_is_int(token) and 0 <= token < vocab_size for token in self.stop_token_ids)
+        _expect("stop_token_ids", self.stop_token_ids, f"ids below vocab_size {vocab_size}", stops_fit)
+
+
+def validate_prompt(prompt: Sequence[int], vocab_size: int, max_context: int) -> None:
+    """Raises RequestError for an empty prompt, an id out of range, or a prompt that leaves no room for a token."""
+    _expect("prompt", "no tokens", "at least one token", len(prompt) > 0)
+    for index, token in enumerate(prompt):
+        if not (_is_int(token) and 0 <= token < vocab_size):
+            raise RequestError(f"prompt[{index}]: found {token!r}, expected a token id below vocab_size {vocab_size}")
+    if len(prompt) >= max_context:
+        raise RequestError(
+            f"prompt: {len(prompt)} tokens, expected fewer than max_context = {max_context}; shorten the prompt or raise "
+            "engine.max_context"
+        )
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _expect(field: str, found: object, expected: str, fits: bool) -> None:
+    if not fits:
+        raise RequestError(f"{field}: found {found!r}, expected {expected}")

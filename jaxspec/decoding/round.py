@@ -1,0 +1,246 @@
+"""One round, propose -> plan -> verify -> accept -> commit, and the prefill that starts a request.
+
+Both are pure functions of (weights, state, inputs) with donated state. Static choices live in `Program`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
+
+from jaxspec.decoding.acceptance import Acceptance, accept
+from jaxspec.decoding.plan import verify_lengths
+from jaxspec.decoding.sampling import SlotSampling
+from jaxspec.drafters.base import Drafter, Proposal, Rows, Shared, Slots
+from jaxspec.drafters.draws import Purpose, inverse_cdf, round_keys, uniforms
+from jaxspec.models.attention import PagedCausal
+from jaxspec.models.cache import KVPool, init_pool
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.layout import RaggedLayout, keep_rows, uniform_layout
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """Parameters of the pair; `shared` refers to the target's tables unless the drafter's checkpoint has its own."""
+
+    target: Any
+    draft: Any
+    shared: Shared
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SlotState:
+    """Requests on the slots. Target and drafter hold exactly `positions` committed rows; the anchor has none yet."""
+
+    anchors: Int[Array, "R"]
+    positions: Int[Array, "R"]
+    live: Bool[Array, "R"]
+    generations: Int[Array, "R"]
+    keys: Key[Array, "R"]
+    samples: Int[Array, "R"]
+    sampling: SlotSampling
+    page_table: Int[Array, "R P"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """Everything that a round reads and replaces."""
+
+    slots: SlotState
+    target: list[KVPool]
+    draft: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RoundOutput:
+    """New tokens of each slot: the first `counts` of `tokens` (0 for a slot that is not live), of which all but the last
+    were proposals. `generations` tells whose they are."""
+
+    tokens: Int[Array, "R m1"]
+    counts: Int[Array, "R"]
+    verified: Int[Array, "R"]
+    generations: Int[Array, "R"]
+    trace: dict[str, Any]  # empty unless the program records
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PrefillInput:
+    """A chunk of one request's prompt: C rows of which `count` are real, starting at `start`."""
+
+    tokens: Int[Array, "C"]
+    next_tokens: Int[Array, "C"]
+    start: Int[Array, ""]
+    count: Int[Array, ""]
+    slot: Int[Array, ""]
+    final: Bool[Array, ""]
+    generation: Int[Array, ""]
+    seed: UInt32[Array, "2"]  # low and high word
+    sample: Int[Array, ""]
+    sampling: SlotSampling  # one row
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Static half of the loop: models and modes. Hashable; holds no arrays."""
+
+    decoder: Decoder
+    drafter: Drafter
+    max_context: int
+    num_slots: int
+    page_size: int
+    acceptance: str = "ratio"
+    confidence_threshold: float = 0.0
+    record: bool = False
+
+    @property
+    def pages_per_slot(self) -> int:
+        """Pages that hold max_context rows."""
+        return -(-self.max_context // self.page_size)
+
+    def init_state(self, dtype: Any, fill: float = 0.0) -> DecodeState:
+        """All slots empty. Page 0 is the trash page; slot i owns the i-th run of pages after it.
+
+        `fill` poisons the unwritten cache (tests): nothing unwritten may ever be read.
+        """
+        config, slots, pages = self.decoder.config, self.num_slots, self.pages_per_slot
+        count = 1 + slots * pages
+        pools = [init_pool(count, self.page_size, config.num_kv_heads, config.head_dim, dtype) for _ in range(config.num_layers)]
+        zeros = lambda dtype=jnp.int32: jnp.zeros(slots, dtype)  # noqa: E731
+        state = SlotState(
+            anchors=zeros(),
+            positions=zeros(),
+            live=zeros(bool),
+            generations=zeros(),
+            keys=jax.random.split(jax.random.key(0), slots),
+            samples=zeros(),
+            sampling=SlotSampling.zeros(slots),
+            page_table=1 + jnp.arange(slots * pages, dtype=jnp.int32).reshape(slots, pages),
+        )
+        draft = self.drafter.init_state(count, self.page_size, dtype)
+        poison = lambda tree: jax.tree.map(lambda x: jnp.full_like(x, fill), tree) if fill != 0 else tree  # noqa: E731
+        return DecodeState(state, poison(pools), poison(draft))
+
+    # -- the five functions -------------------------------------------------------------------------------------------
+
+    def propose(self, weights: Weights, state: DecodeState, keys: Key[Array, "R"]) -> Proposal:
+        """The drafter's guess for every slot."""
+        slots = state.slots
+        view = Slots(slots.anchors, slots.positions, slots.page_table, slots.live)
+        return self.drafter.propose(weights.draft, weights.shared, state.draft, view, keys, slots.sampling)
+
+    def plan(self, state: DecodeState, proposal: Proposal) -> Int[Array, "R"]:
+        """Proposals of each slot that the target will look at."""
+        m = proposal.tokens.shape[1]
+        return verify_lengths(state.slots.positions, m, self.max_context, proposal.confidence, self.confidence_threshold)
+
+    def verify(
+        self, weights: Weights, state: DecodeState, proposal: Proposal, lengths: Int[Array, "R"]
+    ) -> tuple[Float[Array, "R m1 V"], Float[Array, "M TH"], list[KVPool], RaggedLayout]:
+        """One target forward over anchor and kept proposals: logits, features, pools with their K/V, and the layout."""
+        slots = state.slots
+        tokens = jnp.concatenate([slots.anchors[:, None], proposal.tokens], axis=1)
+        rows = jnp.where(slots.live, lengths + 1, 0)
+        layout = uniform_layout(slots.positions, rows, slots.page_table, tokens.shape[1])
+        flat = jnp.where(layout.valid, tokens.reshape(-1), 0)
+        out = self.decoder.forward(
+            weights.target, flat, layout.positions, PagedCausal(layout), state.target, self.drafter.taps
+        )
+        logits = self.decoder.logits(weights.target, out.hidden)
+        return logits.reshape(*tokens.shape, -1), out.features, out.caches, layout
+
+    def accept(
+        self, state: DecodeState, proposal: Proposal, logits: Float[Array, "R m1 V"], lengths: Int[Array, "R"], keys: Key[Array, "R"]
+    ) -> Acceptance:
+        """Who stays, and the last token."""
+        positions = state.slots.positions[:, None] + 1 + jnp.arange(logits.shape[1])
+        u = uniforms(keys, positions[:, :-1], Purpose.ACCEPT)
+        u_last = uniforms(keys, positions[:, :1], Purpose.TARGET)[:, 0]
+        return accept(logits, proposal, state.slots.sampling, u, u_last, lengths, self.acceptance)
+
+    def commit(
+        self,
+        weights: Weights,
+        state: DecodeState,
+        proposal: Proposal,
+        accepted: Acceptance,
+        features: Float[Array, "M TH"],
+        target: list[KVPool],
+        layout: RaggedLayout,
+    ) -> DecodeState:
+        """Anchor and accepted rows become history; the last token becomes the anchor. Rejected rows' K/V stay where they
+        are, beyond the new length, and are overwritten before anybody may see them."""
+        slots = state.slots
+        tokens = jnp.concatenate([slots.anchors[:, None], proposal.tokens], axis=1)
+        following = accepted.tokens(proposal)
+        counts = jnp.where(slots.live, accepted.accepted + 1, 0)
+        rows = Rows(features, tokens.reshape(-1), following.reshape(-1))
+        draft = self.drafter.commit(weights.draft, weights.shared, state.draft, rows, keep_rows(layout, counts))
+        moved = dataclasses.replace(
+            slots,
+            anchors=jnp.where(slots.live, accepted.token, slots.anchors).astype(jnp.int32),
+            positions=slots.positions + counts,
+        )
+        return DecodeState(moved, target, draft)
+
+    # -- the two programs that are compiled ---------------------------------------------------------------------------
+
+    def round(self, weights: Weights, state: DecodeState, alive: Bool[Array, "R"]) -> tuple[DecodeState, RoundOutput]:
+        """One round for every live slot. `alive` is the host's word on who still decodes."""
+        slots = dataclasses.replace(state.slots, live=state.slots.live & alive & (state.slots.positions < self.max_context - 1))
+        state = dataclasses.replace(state, slots=slots)
+        keys = round_keys(slots.keys, slots.samples, slots.positions)
+        proposal = self.propose(weights, state, keys)
+        lengths = self.plan(state, proposal)
+        logits, features, target, layout = self.verify(weights, state, proposal, lengths)
+        accepted = self.accept(state, proposal, logits, lengths, keys)
+        output = RoundOutput(
+            tokens=accepted.tokens(proposal),
+            counts=jnp.where(slots.live, accepted.accepted + 1, 0),
+            verified=jnp.where(slots.live, lengths, 0),
+            generations=slots.generations,
+            trace=self._trace(proposal, logits) if self.record else {},
+        )
+        return self.commit(weights, state, proposal, accepted, features, target, layout), output
+
+    def prefill(self, weights: Weights, state: DecodeState, chunk: PrefillInput) -> tuple[DecodeState, Int[Array, ""]]:
+        """Runs a chunk of a prompt through the target and into the drafter's context. The final chunk draws the first
+        token and makes the slot live; its token is meaningless before that."""
+        slots, slot = state.slots, chunk.slot
+        table = jax.lax.dynamic_index_in_dim(slots.page_table, slot)
+        layout = uniform_layout(chunk.start[None], chunk.count[None], table, chunk.tokens.shape[0])
+        out = self.decoder.forward(
+            weights.target, chunk.tokens, layout.positions, PagedCausal(layout), state.target, self.drafter.taps
+        )
+        rows = Rows(out.features, chunk.tokens, chunk.next_tokens)
+        draft = self.drafter.commit(weights.draft, weights.shared, state.draft, rows, layout)
+        end = chunk.start + chunk.count
+        last = jax.lax.dynamic_index_in_dim(out.hidden, chunk.count - 1)
+        probs = chunk.sampling.probabilities(self.decoder.logits(weights.target, last))
+        key = jax.random.fold_in(jax.random.key(chunk.seed[0]), chunk.seed[1])
+        u = uniforms(round_keys(key[None], chunk.sample[None], end[None] - 1), end[None, None], Purpose.TARGET)[:, 0]
+        token = inverse_cdf(probs, u)[0]
+        put = lambda old, new: old.at[slot].set(new)  # noqa: E731
+        started = SlotState(
+            anchors=put(slots.anchors, token),
+            positions=put(slots.positions, end),
+            live=put(slots.live, chunk.final),
+            generations=put(slots.generations, chunk.generation),
+            keys=put(slots.keys, key),
+            samples=put(slots.samples, chunk.sample),
+            sampling=jax.tree.map(lambda old, new: put(old, new[0]), slots.sampling, chunk.sampling),
+            page_table=slots.page_table,
+        )
+        return DecodeState(started, out.caches, draft), token
+
+    def _trace(self, proposal: Proposal, logits: Float[Array, "R m1 V"]) -> dict[str, Any]:
+        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return {"proposal": proposal.tokens, "posterior": best, **(proposal.trace or {})}

@@ -1,0 +1,327 @@
+"""A fixed number of slots over the round: offline generation, the evaluation and the server all drive this object.
+
+Two executables, prefill and round, are compiled ahead of time; requests come and go without another compilation.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from jaxspec.decoding.compilations import CompilationCounter
+from jaxspec.decoding.request import SamplingParams, validate_prompt
+from jaxspec.decoding.round import PrefillInput, Program, Weights
+from jaxspec.decoding.sampling import SlotSampling
+from jaxspec.drafters.base import Drafter, Shared
+from jaxspec.drafters.none import NoDrafter
+from jaxspec.errors import RequestError
+from jaxspec.models.decoder import Decoder
+
+
+class TargetLike(Protocol):
+    """A loaded target: its decoder and parameters (layers as a list)."""
+
+    @property
+    def model(self) -> Decoder: ...
+    @property
+    def params(self) -> Any: ...
+
+
+class DraftLike(Protocol):
+    """A loaded drafter; `embedding` and `head` are its checkpoint's own tables, or None to share the target's."""
+
+    @property
+    def drafter(self) -> Drafter: ...
+    @property
+    def params(self) -> Any: ...
+    @property
+    def embedding(self) -> Any: ...
+    @property
+    def head(self) -> Any: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """What a round brought one request. The token that prefill drew comes alone, with `from_round` False."""
+
+    handle: int
+    tokens: tuple[int, ...]
+    finish_reason: str | None = None  # "stop" | "length"
+    from_round: bool = True
+    accepted: int = 0  # r: proposals that the round committed, before any trimming
+    proposed: int = 0  # proposals that the target looked at
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundTrace:
+    """A recorded round of one request: the whole proposal, and what the target said at each verified row."""
+
+    handle: int
+    accepted: int
+    verified: int
+    arrays: dict[str, np.ndarray]
+
+
+@dataclasses.dataclass
+class _Request:
+    handle: int
+    params: SamplingParams
+    prompt_tokens: int
+    stops: frozenset[int]
+    emitted: list[int]
+
+
+class SlotRunner:
+    """`num_slots` requests side by side, each up to `max_context` tokens of prompt and answer.
+
+    Not thread-safe: one thread owns it. Every device value is reached through the two executables and `np.asarray`.
+    """
+
+    def __init__(
+        self,
+        target: TargetLike,
+        draft: DraftLike | None = None,
+        *,
+        num_slots: int = 8,
+        max_context: int = 2048,
+        prefill_chunk: int = 64,
+        page_size: int = 16,
+        acceptance: str = "ratio",
+        confidence_threshold: float = 0.0,
+        eos_token_ids: Sequence[int] | None = None,
+        observe: Callable[[RoundTrace], None] | None = None,
+        cache_fill: float = 0.0,
+    ):
+        decoder = target.model
+        max_context = min(max_context, decoder.config.max_position)
+        drafter = draft.drafter if draft is not None else NoDrafter(decoder.config.vocab_size)
+        decoder.check_taps(drafter.taps)
+        embedding = getattr(draft, "embedding", None)
+        head = getattr(draft, "head", None)
+        shared = Shared(
+            decoder.embedding(target.params) if embedding is None else embedding,
+            decoder.head(target.params) if head is None else head,
+        )
+        self.program = Program(
+            decoder, drafter, max_context, num_slots, page_size, acceptance, confidence_threshold, observe is not None
+        )
+        self.weights = Weights(target.params, draft.params if draft is not None else {}, shared)
+        self.prefill_chunk = prefill_chunk
+        self._eos = frozenset(decoder.config.eos_token_ids if eos_token_ids is None else eos_token_ids)
+        self._observe = observe
+        self._device = next(iter(shared.embedding.devices()))
+        with jax.default_device(self._device):
+            dtype = shared.embedding.dtype
+            self._state = jax.jit(lambda: self.program.init_state(dtype, cache_fill))()
+        self._slots: list[_Request | None] = [None] * num_slots
+        self._pending: collections.deque[Event] = collections.deque()
+        self._handles = 0
+        self._round: Any = None
+        self._prefill: Any = None
+        self._compilations = CompilationCounter()
+
+    # -- start-up -----------------------------------------------------------------------------------------------------
+
+    def warm_up(self, progress: Callable[[str, float], None] | None = None) -> list[tuple[str, float]]:
+        """Compiles both executables; returns their names and seconds. Called by the first `admit` if it was not before."""
+        if self._round is not None:
+            return []
+        times = []
+        for name, build in (("prefill", self._compile_prefill), ("round", self._compile_round)):
+            started = time.perf_counter()
+            build()
+            times.append((name, time.perf_counter() - started))
+            if progress is not None:
+                progress(*times[-1])
+        self._run_empty()
+        self._compilations.reset()
+        return times
+
+    def _compile_prefill(self) -> None:
+        step = jax.jit(self.program.prefill, donate_argnums=1)
+        example = self._chunk([0], 0, 1, 0, False, SamplingParams(), 0, (0, 0))
+        self._prefill = step.lower(self.weights, self._state, example).compile()
+
+    def _compile_round(self) -> None:
+        step = jax.jit(self.program.round, donate_argnums=1)
+        self._round = step.lower(self.weights, self._state, self._alive()).compile()
+
+    def _run_empty(self) -> None:
+        """One round over no request: whatever the host side compiles lazily is compiled here, not under a user."""
+        self._state, output = self._round(self.weights, self._state, self._alive())
+        jax.block_until_ready(output)
+
+    @property
+    def compile_count(self) -> int:
+        """Backend compilations of this process since warm-up; 0 unless something went wrong."""
+        return self._compilations.count
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of prompt and answer together."""
+        return self.program.max_context
+
+    @property
+    def num_proposals(self) -> int:
+        """m."""
+        return self.program.drafter.num_proposals
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self.program.decoder.config.vocab_size
+
+    @property
+    def num_slots(self) -> int:
+        """Requests that fit at once."""
+        return len(self._slots)
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that `admit` may still fill."""
+        return sum(request is None for request in self._slots)
+
+    @property
+    def live(self) -> int:
+        """Requests on the slots, and events that wait for the next `step`."""
+        return self.num_slots - self.free_slots + len(self._pending)
+
+    def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Raises RequestError if this request can never be served."""
+        params.validate(self.vocab_size)
+        validate_prompt(prompt, self.vocab_size, self.max_context)
+
+    def admit(self, prompt: Sequence[int], params: SamplingParams, sample: int = 0) -> int:
+        """Prefills a request into a free slot and returns its handle; its first token is in the next `step`.
+
+        `sample` numbers the answers to one request, so that they differ under one seed. Raises RequestError for a request
+        that does not fit, and when no slot is free.
+        """
+        self.check(prompt, params)
+        if not self.free_slots:
+            raise RequestError(f"slots: all {self.num_slots} are taken, expected a free one; wait for a request to finish")
+        self.warm_up()
+        self._handles += 1
+        handle = self._handles
+        if params.max_new_tokens == 0:
+            self._pending.append(Event(handle, (), "length", from_round=False))
+            return handle
+        slot = self._slots.index(None)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        words = (seed & 0xFFFFFFFF, seed >> 32)
+        token = None
+        for start in range(0, len(prompt), self.prefill_chunk):
+            piece = list(prompt[start : start + self.prefill_chunk + 1])
+            count = min(len(prompt) - start, self.prefill_chunk)
+            final = start + count == len(prompt)
+            chunk = self._chunk(piece, start, count, slot, final, params, handle, words, sample)
+            self._state, token = self._prefill(self.weights, self._state, chunk)
+        request = _Request(handle, params, len(prompt), self._stops(params), [])
+        self._slots[slot] = request
+        self._emit(slot, [int(np.asarray(token))], from_round=False)
+        return handle
+
+    def step(self) -> list[Event]:
+        """One round for all requests. Returns the events since the last step, first tokens first."""
+        if any(self._slots):
+            self._state, output = self._round(self.weights, self._state, self._alive())
+            self._read(output)
+        events = list(self._pending)
+        self._pending.clear()
+        return events
+
+    def cancel(self, handle: int) -> None:
+        """Frees the request's slot; nothing more is reported of it. Unknown or finished handles are ignored."""
+        for slot, request in enumerate(self._slots):
+            if request is not None and request.handle == handle:
+                self._slots[slot] = None
+        self._pending = collections.deque(event for event in self._pending if event.handle != handle)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _read(self, output: Any) -> None:
+        out = jax.tree.map(np.asarray, output)
+        for slot, request in enumerate(self._slots):
+            if request is None or out.generations[slot] != _generation(request.handle):
+                continue
+            count = int(out.counts[slot])
+            if self._observe is not None and count:
+                arrays = {name: values[slot] for name, values in out.trace.items()}
+                self._observe(RoundTrace(request.handle, count - 1, int(out.verified[slot]), arrays))
+            accepted, proposed = max(count - 1, 0), int(out.verified[slot])
+            self._emit(slot, out.tokens[slot, :count].tolist(), accepted=accepted, proposed=proposed)
+
+    def _emit(self, slot: int, tokens: list[int], **about: Any) -> None:
+        """Trims at the first stop token or limit, reports, and frees the slot of a finished request."""
+        request = self._slots[slot]
+        assert request is not None
+        room = min(request.params.max_new_tokens, self.max_context - request.prompt_tokens) - len(request.emitted)
+        kept: list[int] = []
+        reason = None
+        for token in tokens[:room]:
+            kept.append(token)
+            if token in request.stops:
+                reason = "stop"
+                break
+        if reason is None and len(kept) == room:
+            reason = "length"
+        request.emitted += kept
+        if reason is not None:
+            self._slots[slot] = None
+        self._pending.append(Event(request.handle, tuple(kept), reason, **about))
+
+    def _stops(self, params: SamplingParams) -> frozenset[int]:
+        return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+
+    def _alive(self) -> jax.Array:
+        return self._put(np.array([request is not None for request in self._slots], bool))
+
+    def _chunk(
+        self,
+        piece: list[int],
+        start: int,
+        count: int,
+        slot: int,
+        final: bool,
+        params: SamplingParams,
+        handle: int,
+        seed: tuple[int, int],
+        sample: int = 0,
+    ) -> PrefillInput:
+        """`piece` holds the chunk's tokens and, where there is one, the token after them."""
+        rows = np.zeros(self.prefill_chunk + 1, np.int32)
+        rows[: len(piece)] = piece
+        number = lambda value, dtype=np.int32: np.array(value, dtype)  # noqa: E731
+        row = lambda value, dtype=np.float32: np.array([value], dtype)  # noqa: E731
+        chunk = PrefillInput(
+            tokens=rows[:-1],
+            next_tokens=rows[1:],
+            start=number(start),
+            count=number(count),
+            slot=number(slot),
+            final=number(final, bool),
+            generation=number(_generation(handle)),
+            seed=number(seed, np.uint32),
+            sample=number(sample),
+            sampling=SlotSampling(
+                row(params.temperature), row(min(params.top_k, self.vocab_size), np.int32), row(params.top_p), row(params.min_p)
+            ),
+        )
+        return jax.tree.map(self._put, chunk)
+
+    def _put(self, value: np.ndarray) -> jax.Array:
+        return jax.device_put(value, self._device)
+
+
+def _generation(handle: int) -> int:
+    """Handles never repeat; their low 31 bits fit the device's int32."""
+    return handle & 0x7FFFFFFF

@@ -1,0 +1,64 @@
+"""Logit processors: what turns a row of logits into the distribution that a request asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SlotSampling:
+    """Sampling parameters of every slot. Anything but a positive temperature is greedy, so padding rows may hold junk."""
+
+    temperature: Float[Array, "R"]
+    top_k: Int[Array, "R"]
+    top_p: Float[Array, "R"]
+    min_p: Float[Array, "R"]
+
+    @classmethod
+    def zeros(cls, slots: int) -> SlotSampling:
+        """All greedy."""
+        ones, zeros = jnp.ones(slots, jnp.float32), jnp.zeros(slots, jnp.float32)
+        return cls(zeros, jnp.zeros(slots, jnp.int32), ones, zeros)
+
+    @property
+    def greedy(self) -> Bool[Array, "R"]:
+        """Rows that take the argmax."""
+        return jnp.logical_not(self.temperature > 0)
+
+    def draft_probs(self, logits: Float[Array, "R V"]) -> Float[Array, "R V"]:
+        """The same processing for a drafter's rows: a q shaped like p is accepted more often."""
+        return self.probabilities(logits)
+
+    def probabilities(self, logits: Float[Array, "R V"]) -> Float[Array, "R V"]:
+        """p in float32: temperature, top-k, top-p, min-p in this order; one-hot argmax (lowest id) for greedy rows.
+
+        The sort that top-k and top-p need runs only when a sampled row asks for either.
+        """
+        logits = logits.astype(jnp.float32)
+        scale = jnp.where(self.greedy, 1.0, self.temperature)[:, None]
+        scaled = jnp.where(self.greedy[:, None], 0.0, logits / scale)
+        asked = jnp.any(~self.greedy & ((self.top_k > 0) | (self.top_p < 1)))
+        kept = jax.lax.cond(asked, self._top_k_top_p, lambda rows: jnp.ones(rows.shape, bool), scaled)
+        probs = jax.nn.softmax(jnp.where(kept, scaled, -jnp.inf), axis=-1)
+        peak = jnp.max(probs, axis=-1, keepdims=True)
+        probs = jnp.where((self.min_p[:, None] > 0) & (probs < self.min_p[:, None] * peak), 0.0, probs)
+        probs = probs / jnp.sum(probs, axis=-1, keepdims=True)
+        best = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
+        return jnp.where(self.greedy[:, None], best, probs)
+
+    def _top_k_top_p(self, logits: Float[Array, "R V"]) -> Bool[Array, "R V"]:
+        """Ranks are exact: ties are broken towards the lowest id, so top_k = 1 keeps one id."""
+        order = jnp.argsort(logits, axis=-1, descending=True, stable=True)
+        ranked = jnp.take_along_axis(logits, order, axis=-1)
+        rank = jnp.arange(logits.shape[-1])
+        kept = (self.top_k[:, None] <= 0) | (rank < self.top_k[:, None])
+        probs = jax.nn.softmax(jnp.where(kept, ranked, -jnp.inf), axis=-1)
+        before = jnp.cumsum(probs, axis=-1) - probs
+        kept &= (rank == 0) | (self.top_p[:, None] >= 1) | (before < self.top_p[:, None])
+        row = jnp.arange(logits.shape[0])[:, None]
+        return jnp.zeros(logits.shape, bool).at[row, order].set(kept)

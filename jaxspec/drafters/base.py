@@ -1,0 +1,197 @@
+"""The drafter protocol: what a method must offer to be trained, evaluated and served by the same code."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from jaxspec.models.decoder import Tap
+from jaxspec.models.layout import RaggedLayout
+
+Terms = dict[str, tuple[Array, Array]]  # name -> (sum, weight), reduced over the global batch before dividing
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """The target's input embedding and output head [V, H]: frozen, by reference."""
+
+    embedding: Float[Array, "V H"]
+    head: Float[Array, "V H"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """q of proposals that were chosen, not drawn (argmax): all mass on the proposed token, nothing stored."""
+
+    tokens: Int[Array, "R m"]
+    vocab: int = dataclasses.field(metadata={"static": True})
+
+    def prob(self, tokens: Int[Array, "R m"]) -> Float[Array, "R m"]:
+        """q of the given token at each slot."""
+        return (tokens == self.tokens).astype(jnp.float32)
+
+    def rows(self, slot: Int[Array, "R"]) -> Float[Array, "R V"]:
+        """q's whole row at one slot per request; zero at slot m (there is no proposal)."""
+        return jax.nn.one_hot(_pick(self.tokens, slot, fill=-1), self.vocab, dtype=jnp.float32)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sparse:
+    """q over K candidates a slot; ids outside them have probability 0."""
+
+    ids: Int[Array, "R m K"]
+    probs: Float[Array, "R m K"]
+    vocab: int = dataclasses.field(metadata={"static": True})
+
+    def prob(self, tokens: Int[Array, "R m"]) -> Float[Array, "R m"]:
+        """q of the given token at each slot."""
+        return jnp.sum(jnp.where(self.ids == tokens[..., None], self.probs, 0.0), axis=-1)
+
+    def rows(self, slot: Int[Array, "R"]) -> Float[Array, "R V"]:
+        """q's whole row at one slot per request, scattered into zeros; zero at slot m."""
+        ids, probs = _pick(self.ids, slot, fill=0), _pick(self.probs, slot, fill=0.0)
+        request = jnp.arange(ids.shape[0])[:, None]
+        return jnp.zeros((ids.shape[0], self.vocab), jnp.float32).at[request, ids].add(probs)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Dense:
+    """q over the whole vocabulary."""
+
+    probs: Float[Array, "R m V"]
+
+    def prob(self, tokens: Int[Array, "R m"]) -> Float[Array, "R m"]:
+        """q of the given token at each slot."""
+        return jnp.take_along_axis(self.probs, tokens[..., None], axis=-1)[..., 0]
+
+    def rows(self, slot: Int[Array, "R"]) -> Float[Array, "R V"]:
+        """q's whole row at one slot per request; zero at slot m."""
+        return _pick(self.probs, slot, fill=0.0)
+
+
+def _pick(values: Array, slot: Int[Array, "R"], fill: Any) -> Array:
+    """values[r, slot[r]], `fill` where slot = m."""
+    count = values.shape[1]
+    index = jnp.minimum(slot, count - 1).reshape(-1, *([1] * (values.ndim - 1)))
+    picked = jnp.take_along_axis(values, index, axis=1)[:, 0]
+    return jnp.where((slot < count).reshape(-1, *([1] * (picked.ndim - 1))), picked, fill)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """m guessed tokens a request, the q each was drawn from, and, where the method has one, the confidence that slot k
+    is accepted given that the slots before it were (a function of tokens before k only)."""
+
+    tokens: Int[Array, "R m"]
+    q: Point | Sparse | Dense
+    confidence: Float[Array, "R m"] | None = None
+    tree: Any = None
+    trace: dict[str, Array] | None = None  # block internals for inspection; unused, they cost nothing under jit
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Committed rows: target features [M, T x H], the rows' tokens, and the token that followed each."""
+
+    features: Float[Array, "M TH"]
+    tokens: Int[Array, "M"]
+    next_tokens: Int[Array, "M"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """Decoding requests: anchor token, its absolute position s (= committed context length), pages, and who is live."""
+
+    anchors: Int[Array, "R"]
+    positions: Int[Array, "R"]
+    page_table: Int[Array, "R P"]
+    live: Bool[Array, "R"]
+
+
+class DraftSampling(Protocol):
+    """How the requests want tokens drawn."""
+
+    greedy: Bool[Array, "R"]
+
+    def draft_probs(self, logits: Float[Array, "R V"]) -> Float[Array, "R V"]:
+        """The distribution that a drafter draws from (one-hot for greedy rows)."""
+        ...
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Training batch. Anchors are sorted; dropped ones (keep False) carry position 0."""
+
+    input_ids: Int[Array, "B S"]
+    loss_mask: Bool[Array, "B S"]
+    features: Float[Array, "B S TH"]
+    anchors: Int[Array, "B N"]
+    keep: Bool[Array, "B N"]
+    teacher_hidden: Float[Array, "B S H"] | None = None
+
+
+class Drafter(Protocol):
+    """A method: a frozen, hashable object without arrays. Every array comes in as an argument."""
+
+    @property
+    def method(self) -> str: ...
+    @property
+    def taps(self) -> tuple[Tap, ...]:
+        """Target features it reads, in order."""
+        ...
+
+    @property
+    def num_proposals(self) -> int:
+        """m."""
+        ...
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether training reads the target's final hidden state."""
+        ...
+
+    def abstract_params(self, dtype: Any) -> Any:
+        """Names and shapes of the checkpoint's tensors."""
+        ...
+
+    def init(self, key: Key[Array, ""], dtype: Any) -> Any:
+        """Fresh parameters."""
+        ...
+
+    def init_state(self, num_pages: int, page_size: int, dtype: Any) -> Any:
+        """Empty per-slot state."""
+        ...
+
+    def commit(self, params: Any, shared: Shared, state: Any, rows: Rows, layout: RaggedLayout) -> Any:
+        """Writes committed rows into the context: after prefill and after verification alike."""
+        ...
+
+    def propose(
+        self, params: Any, shared: Shared, state: Any, slots: Slots, keys: Key[Array, "R"], sampling: DraftSampling
+    ) -> Proposal:
+        """Guesses m tokens a request."""
+        ...
+
+    def loss(self, params: Any, shared: Shared, batch: Batch, key: Key[Array, ""]) -> Terms:
+        """Objective terms and metrics ("metric/...") as sums and weights."""
+        ...
+
+    def objective(self, terms: Terms) -> Float[Array, ""]:
+        """The scalar to minimise, from globally reduced terms."""
+        ...
+
+    def to_hf(self) -> dict[str, Any]:
+        """The checkpoint's config.json."""
+        ...

@@ -1,0 +1,185 @@
+"""The backbone of the block drafters: K/V injection of projected target features, an anchor row and mask rows.
+
+One forward serves training (N blocks a sequence over a dense context) and serving (one block a request over a paged
+context): both hand `block_forward` the context K/V of every layer and call the same attention.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+from jaxspec.drafters.base import Batch, Rows, Shared, Slots
+from jaxspec.drafters.block_config import BlockConfig
+from jaxspec.models import layers as ly
+from jaxspec.models.cache import KVPool, gather, init_pool, write_rows
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.decoder import DecoderLayer, Tap, random_params
+from jaxspec.models.layout import RaggedLayout
+from jaxspec.models.rope import rotary
+from pallas_kernels.anchor_attention.api import anchor_attention
+from pallas_kernels.anchor_attention.reference import block_mask, context_mask
+
+ContextKV = Sequence[tuple[Array, Array]]
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockDrafter:
+    """State, commit and the forward that DFlash and its descendants share."""
+
+    config: BlockConfig
+
+    @property
+    def taps(self) -> tuple[Tap, ...]:
+        """Target layers whose outputs are the features, in order."""
+        return self.config.taps
+
+    @property
+    def mask_token_id(self) -> int:
+        """Id fed on every row but the anchor's."""
+        return self.config.mask_token_id
+
+    def abstract_params(self, dtype: Any = jnp.float32) -> ly.Params:
+        """Names and shapes of the backbone's tensors, as the public checkpoints have them."""
+        model, width = self.config.model, len(self.taps) * self.config.target_hidden_size
+        leaf = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+        _, layer = ly.abstract_module(DecoderLayer, model)
+        return {
+            "fc": {"weight": leaf(model.hidden_size, width)},
+            "hidden_norm": {"weight": leaf(model.hidden_size)},
+            "layers": [jax.tree.map(lambda x: leaf(*x.shape), layer)] * model.num_layers,
+            "norm": {"weight": leaf(model.hidden_size)},
+        }
+
+    def init(self, key: Key[Array, ""], dtype: Any = jnp.float32) -> ly.Params:
+        """Normal(0, 0.02) matrices, norms at one, biases at zero."""
+        drawn = ly.flatten(random_params(self.abstract_params(dtype), key, 0.02))
+        fixed = {
+            name: jnp.ones_like(leaf) if name.endswith("norm.weight") else jnp.zeros_like(leaf)
+            for name, leaf in drawn.items()
+            if leaf.ndim == 1
+        }
+        return ly.unflatten(drawn | fixed)
+
+    def init_state(self, num_pages: int, page_size: int, dtype: Any) -> tuple[KVPool, ...]:
+        """One context K/V pool a layer. Only context rows ever live here: a block's own K/V are scratch."""
+        model = self.config.model
+        return tuple(init_pool(num_pages, page_size, model.num_kv_heads, model.head_dim, dtype) for _ in range(model.num_layers))
+
+    def commit(
+        self, params: ly.Params, shared: Shared, state: tuple[KVPool, ...], rows: Rows, layout: RaggedLayout
+    ) -> tuple[KVPool, ...]:
+        """Writes the context K/V of committed rows (anchor and accepted tokens; the newest token has no feature yet)."""
+        context = self.project_context(params, rows.features)
+        return tuple(
+            write_rows(pool, keys, values, layout)
+            for pool, (keys, values) in zip(state, self.context_kv(params, context, layout.positions), strict=True)
+        )
+
+    def project_context(self, params: ly.Params, features: Float[Array, "*rows TH"]) -> Float[Array, "*rows H"]:
+        """hidden_norm(fc(features)): computed once, shared by all layers (DFlash section 3; the norm is learned)."""
+        weight = params["fc"]["weight"]
+        return norm(self.config.model, params["hidden_norm"], ly.project(features.astype(weight.dtype), weight))
+
+    def context_kv(self, params: ly.Params, context: Float[Array, "*rows H"], positions: Int[Array, "*rows"]) -> ContextKV:
+        """Every layer's K (normed, rotated) and V of the context. It does not pass the layer's input norm."""
+        model = self.config.model
+        cos, sin = rotary(model.rope, model.head_dim, positions)
+        graph, _ = ly.abstract_module(DecoderLayer, model)
+        return [ly.bind(graph, layer).self_attn.keys_values(context, cos, sin) for layer in params["layers"]]
+
+    def block_forward(
+        self,
+        params: ly.Params,
+        inputs: Float[Array, "B N block H"],
+        context: ContextKV,
+        anchors: Int[Array, "B N"],
+        keep: Array,
+    ) -> Float[Array, "B N block H"]:
+        """Final-normed hidden states of N blocks a sequence over their sequence's context."""
+        model = self.config.model
+        positions = anchors[:, :, None] + jnp.arange(self.config.block_size)
+        cos, sin = rotary(model.rope, model.head_dim, positions)
+        graph, _ = ly.abstract_module(DecoderLayer, model)
+        x = inputs
+        for layer, (keys, values), (window, causal, inner) in zip(
+            params["layers"], context, self.config.layer_masks, strict=True
+        ):
+
+            def attend(q: Array, k: Array, v: Array, keys=keys, values=values, masks=(window, causal, inner)) -> Any:
+                return anchor_attention(q, keys, values, k, v, anchors, keep, *masks), None
+
+            x, _ = ly.bind(graph, layer)(x, cos, sin, attend)
+        return norm(model, params["norm"], x)
+
+    # -- serving ------------------------------------------------------------------------------------------------------
+
+    def block_ids(self, anchors: Int[Array, "*rows"]) -> Int[Array, "*rows block"]:
+        """[anchor, mask, mask, ...]."""
+        rest = jnp.full((*anchors.shape, self.config.block_size - 1), self.mask_token_id, anchors.dtype)
+        return jnp.concatenate([anchors[..., None], rest], axis=-1)
+
+    def block_hidden(
+        self, params: ly.Params, shared: Shared, state: tuple[KVPool, ...], slots: Slots
+    ) -> Float[Array, "R block H"]:
+        """Hidden states of one block a request; context rows t < s come from the pools."""
+        dtype = params["fc"]["weight"].dtype
+        context = [gather(pool, slots.page_table, slots.positions) for pool in state]
+        context = [(keys.astype(dtype), values.astype(dtype)) for keys, values in context]
+        inputs = self.block_inputs(shared, self.block_ids(slots.anchors[:, None]), dtype)
+        return self.block_forward(params, inputs, context, slots.positions[:, None], slots.live[:, None])[:, 0]
+
+    def block_inputs(self, shared: Shared, ids: Int[Array, "*rows"], dtype: Any) -> Float[Array, "*rows H"]:
+        """Raw embedding rows times input_embedding_scale."""
+        scale = jnp.asarray(self.config.input_embedding_scale, dtype)
+        return ly.embed(shared.embedding, ids).astype(dtype) * scale
+
+    def block_logits(self, shared: Shared, hidden: Float[Array, "*rows H"]) -> Float[Array, "*rows V"]:
+        """Float32 logits through the target's head, then multiplier and softcap."""
+        logits = ly.unembed(hidden, shared.head) * self.config.output_multiplier
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def noise_ids(self, batch: Batch) -> Int[Array, "B N block"]:
+        """Block inputs of a training batch; a dropped block is mask throughout."""
+        anchors = jnp.take_along_axis(batch.input_ids, batch.anchors, axis=1)
+        return self.block_ids(jnp.where(batch.keep, anchors, self.mask_token_id))
+
+    def training_hidden(self, params: ly.Params, shared: Shared, batch: Batch) -> Float[Array, "B N block H"]:
+        """Hidden states of every block of the batch."""
+        context = self.project_context(params, batch.features)
+        positions = jnp.broadcast_to(jnp.arange(context.shape[1]), context.shape[:2])
+        inputs = self.block_inputs(shared, self.noise_ids(batch), context.dtype)
+        return self.block_forward(params, inputs, self.context_kv(params, context, positions), batch.anchors, batch.keep)
+
+    def layout_trace(self, shared: Shared, batch: Batch, dtype: Any) -> dict[str, Array]:
+        """Positions, inputs and masks of a training batch, spelled out [B, 1, N*block, S + N*block] for inspection."""
+        size, length = self.config.block_size, batch.input_ids.shape[1]
+        batch_size, count = batch.anchors.shape
+        rows = batch.anchors[:, :, None] + jnp.arange(size)
+        context = jnp.broadcast_to(jnp.arange(length), (batch_size, length))
+        trace = {
+            "position_ids": jnp.concatenate([context, rows.reshape(batch_size, -1)], axis=1),
+            "noise_embedding": self.block_inputs(shared, self.noise_ids(batch), dtype).reshape(batch_size, count * size, -1),
+        }
+        same = jnp.eye(count, dtype=bool)
+        for window, masks in zip(self.config.model.layer_windows, self.config.layer_masks, strict=True):
+            far = context_mask(batch.anchors, batch.keep, size, length, masks[0]).reshape(batch_size, count * size, length)
+            near = block_mask(size, *masks[1:])[None, None, :, None, :] & batch.keep[:, :, None, None, None]
+            near = (near & same[None, :, None, :, None]).reshape(batch_size, count * size, count * size)
+            kind = "full_attention" if window is None else "sliding_attention"
+            trace[f"mask_{kind}"] = jnp.concatenate([far, near], axis=-1)[:, None]
+        return trace
+
+
+def norm(model: ModelConfig, params: ly.Params, x: Float[Array, "*rows H"]) -> Float[Array, "*rows H"]:
+    """RMSNorm of the backbone's width."""
+    graph, _ = ly.abstract_module(ly.RMSNorm, model.hidden_size, model.rms_norm_eps)
+    return ly.bind(graph, params)(x)

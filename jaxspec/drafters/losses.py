@@ -1,0 +1,82 @@
+"""Token losses, position weights and the chunked projection that the training objectives are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+DPACE = ("dpace", "dpace-cumulative-confidence-only", "dpace-continuation-value-only")
+
+
+def ratio(total: Float[Array, "*s"], weight: Float[Array, "*s"], eps: float = 0.0) -> Float[Array, "*s"]:
+    """total / (weight + eps), 0 where nothing was weighed (an all-masked batch trains nothing and is never NaN)."""
+    some = weight > 0
+    return jnp.where(some, total / jnp.where(some, weight + eps, 1.0), 0.0)
+
+
+def position_decay(count: int, gamma: float | None) -> Float[Array, "count"]:
+    """exp(-k / gamma) for k = 0, 1, …; ones without a gamma."""
+    return jnp.exp(-jnp.arange(count) / gamma) if gamma and gamma > 0 else jnp.ones(count)
+
+
+def negative_log_likelihood(logits: Float[Array, "*t V"], labels: Int[Array, "*t"]) -> Float[Array, "*t"]:
+    """-log softmax(logits)[label] in float32."""
+    logits = logits.astype(jnp.float32)
+    chosen = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(logits, axis=-1) - chosen
+
+
+def dpace_weights(
+    nll: Float[Array, "*b block"], mask: Float[Array, "*b block"], alpha: float, kind: str
+) -> Float[Array, "*b block"]:
+    """D-PACE position weights, detached: confidence of the prefix, value of what may follow, or their combination.
+
+    s = (1 - alpha) p + alpha along the block (1 where unsupervised); prefix = running product of s; the full weight of a
+    position is the sum of the masked prefixes from it on.
+    """
+    smoothed = jnp.where(mask > 0, (1 - alpha) * jnp.exp(-nll) + alpha, 1.0)
+    prefix = jnp.cumprod(smoothed, axis=-1)
+    if kind == "dpace-cumulative-confidence-only":
+        return jax.lax.stop_gradient(prefix)
+    suffix = jnp.flip(jnp.cumsum(jnp.flip(prefix * mask, -1), axis=-1), -1)
+    if kind == "dpace":
+        return jax.lax.stop_gradient(suffix)
+    return jax.lax.stop_gradient(suffix / jnp.maximum(prefix, jnp.finfo(prefix.dtype).tiny))
+
+
+def binary_cross_entropy(logits: Float[Array, "*t"], targets: Float[Array, "*t"]) -> Float[Array, "*t"]:
+    """BCE with logits, stable at both ends."""
+    return jnp.maximum(logits, 0) - logits * targets + jnp.log1p(jnp.exp(-jnp.abs(logits)))
+
+
+def weighted_sum(values: Float[Array, "*t"], weights: Float[Array, "*t"]) -> Float[Array, ""]:
+    """Sum of weights * values; a zero weight drops its value even if it is not finite."""
+    return jnp.sum(jnp.where(weights > 0, values * weights, 0.0))
+
+
+def in_chunks(per_token: Callable[..., Any], chunk: int, *blocks: Float[Array, "B N ..."]) -> Any:
+    """Applies `per_token` to slices of `chunk` blocks with rematerialisation, so that no [B x N x block x V] array exists.
+
+    Every argument has leading axes [B, N]; so has every output. chunk <= 0 takes them all at once. The result does not
+    depend on the chunk.
+    """
+    batch, count = blocks[0].shape[:2]
+    flat = [x.reshape(batch * count, *x.shape[2:]) for x in blocks]
+    if chunk <= 0 or chunk >= batch * count:
+        out = per_token(*flat)
+    else:
+        pieces = -(-batch * count // chunk)
+        pad = pieces * chunk - batch * count
+        split = [jnp.pad(x, [(0, pad)] + [(0, 0)] * (x.ndim - 1)).reshape(pieces, chunk, *x.shape[1:]) for x in flat]
+        out = jax.lax.map(jax.checkpoint(lambda xs: per_token(*xs)), tuple(split))
+        out = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[: batch * count], out)
+    return jax.tree.map(lambda x: x.reshape(batch, count, *x.shape[1:]), out)
+
+
+def contiguous(mask: Bool[Array, "*b block"]) -> Bool[Array, "*b block"]:
+    """True up to the first hole (cumulative product along the block)."""
+    return jnp.cumprod(mask.astype(jnp.int32), axis=-1).astype(bool)

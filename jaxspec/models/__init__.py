@@ -1,0 +1,1 @@
+"""Target decoders and the layout every forward shares: one config-driven module for the Llama and Qwen families."""

@@ -1,0 +1,43 @@
+"""Paged K/V pools: [pages, page, 2 x kv heads, head_dim], K at even and V at odd combined heads, page 0 = trash."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxspec.models.layout import RaggedLayout
+
+TRASH_PAGE = 0
+
+KVPool = Float[Array, "pages page combined dim"]
+
+
+def init_pool(num_pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: jnp.dtype) -> KVPool:
+    """An empty pool. `num_pages` counts the trash page."""
+    return jnp.zeros((num_pages, page_size, 2 * kv_heads, head_dim), dtype)
+
+
+def write_rows(
+    pool: KVPool, keys: Float[Array, "M kv dim"], values: Float[Array, "M kv dim"], layout: RaggedLayout
+) -> KVPool:
+    """Writes each valid row at its cache slot; padding rows land in the trash page with an in-range index.
+
+    A negative index would wrap even under mode="drop", so padding is redirected instead of dropped.
+    """
+    page_size = pool.shape[1]
+    table = layout.page_table[layout.requests, layout.slots // page_size]
+    page = jnp.where(layout.valid, table, TRASH_PAGE)
+    offset = jnp.where(layout.valid, layout.slots % page_size, 0)
+    rows = jnp.stack([keys, values], axis=2).reshape(keys.shape[0], -1, keys.shape[-1])
+    return pool.at[page, offset].set(rows.astype(pool.dtype), mode="promise_in_bounds")
+
+
+def gather(
+    pool: KVPool, page_table: Int[Array, "R P"], lengths: Int[Array, "R"]
+) -> tuple[Float[Array, "R L kv dim"], Float[Array, "R L kv dim"]]:
+    """K and V of each request, L = P x page rows, zero from `lengths` on: unwritten rows may hold anything, NaN included,
+    and a masked score times a NaN value would still be NaN."""
+    rows = pool[page_table].reshape(page_table.shape[0], -1, *pool.shape[2:])
+    known = jnp.arange(rows.shape[1]) < lengths[:, None]
+    rows = jnp.where(known[:, :, None, None], rows, 0)
+    return rows[:, :, 0::2], rows[:, :, 1::2]

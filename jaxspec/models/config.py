@@ -1,0 +1,172 @@
+"""Model configuration derived from a Hugging Face `config.json` (old and new key layouts)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxspec.errors import ConfigError
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+ROPE_KINDS = ("default", "linear", "yarn", "llama3")
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding: kind, base and the scaling numbers that the kind reads (unused ones keep their default)."""
+
+    kind: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], max_position: int) -> RopeConfig:
+        """Reads `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (transformers 4).
+
+        Raises ConfigError for a rope type outside `ROPE_KINDS` and for a scaling key that the type needs and lacks.
+        """
+        scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        if kind not in ROPE_KINDS:
+            raise ConfigError(
+                f"rope_parameters.rope_type: found {kind!r}, expected one of {', '.join(ROPE_KINDS)}; "
+                "this model's rotary embedding is not supported"
+            )
+        partial = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+        if partial not in (None, 1, 1.0):
+            raise ConfigError(f"partial_rotary_factor: found {partial}, expected 1.0 (partial rotary is not supported)")
+        theta = scaling.get("rope_theta", config.get("rope_theta"))
+        needed = {"linear": ("factor",), "yarn": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+        for key in needed.get(kind, ()):
+            if scaling.get(key) is None:
+                raise ConfigError(f"rope_parameters.{key}: missing, expected a number (rope type {kind!r} needs it)")
+        optional = {
+            "beta_fast": scaling.get("beta_fast") or 32.0,
+            "beta_slow": scaling.get("beta_slow") or 1.0,
+            "attention_factor": scaling.get("attention_factor"),
+            "mscale": scaling.get("mscale"),
+            "mscale_all_dim": scaling.get("mscale_all_dim"),
+            "truncate": scaling.get("truncate", True),
+        }
+        return cls(
+            kind=kind,
+            theta=float(theta if theta is not None else 10000.0),
+            factor=float(scaling.get("factor") or 1.0),
+            original_max_position=int(scaling.get("original_max_position_embeddings") or max_position),
+            low_freq_factor=float(scaling.get("low_freq_factor") or 1.0),
+            high_freq_factor=float(scaling.get("high_freq_factor") or 4.0),
+            **optional,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a decoder. `layer_windows[i]` is None for full attention, else the window W of layer i (own row counted)."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    qk_norm: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    tie_word_embeddings: bool
+    max_position: int
+    layer_windows: tuple[int | None, ...]
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    pad_token_id: int | None = None
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
+        """Config of a Llama, Qwen2 or Qwen3 checkpoint. Raises ConfigError naming the first key that does not fit."""
+        family = config.get("model_type")
+        if family not in FAMILIES:
+            raise ConfigError(f"model_type: found {family!r}, expected one of {', '.join(FAMILIES)}")
+        if config.get("hidden_act", "silu") != "silu":
+            raise ConfigError(f"hidden_act: found {config['hidden_act']!r}, expected 'silu'")
+        read = _Reader(config)
+        hidden, heads = read.size("hidden_size"), read.size("num_attention_heads")
+        kv_heads = read.size("num_key_value_heads", heads)
+        head_dim = read.size("head_dim", hidden // heads)
+        layers = read.size("num_hidden_layers")
+        if heads % kv_heads:
+            raise ConfigError(f"num_key_value_heads: found {kv_heads}, expected a divisor of num_attention_heads {heads}")
+        if head_dim % 2:
+            raise ConfigError(f"head_dim: found {head_dim}, expected an even number (rotary pairs)")
+        max_position = read.size("max_position_embeddings", 2048)
+        bias = bool(config.get("attention_bias", False))
+        eos = config.get("eos_token_id")
+        return cls(
+            family=family,
+            vocab_size=read.size("vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=read.size("intermediate_size"),
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            rope=RopeConfig.from_hf(config, max_position),
+            qk_norm=family == "qwen3",
+            qkv_bias=bias or family == "qwen2",
+            o_bias=bias and family != "qwen2",
+            mlp_bias=bool(config.get("mlp_bias", False)),
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            max_position=max_position,
+            layer_windows=layer_windows(config, layers),
+            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
+            bos_token_id=_first(config.get("bos_token_id")),
+            pad_token_id=_first(config.get("pad_token_id")),
+        )
+
+
+def layer_windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+    """Window per layer from `layer_types` / `use_sliding_window` / `max_window_layers` (Hugging Face meaning)."""
+    window, kinds = config.get("sliding_window"), config.get("layer_types")
+    if kinds is None:
+        first = config.get("max_window_layers", layers) if config.get("use_sliding_window") else layers
+        kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+    if len(kinds) != layers:
+        raise ConfigError(f"layer_types: found {len(kinds)} entries, expected num_hidden_layers = {layers}")
+    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ConfigError(f"layer_types: found {sorted(unknown)}, expected full_attention or sliding_attention")
+    if "sliding_attention" in kinds and (not isinstance(window, int) or window < 1):
+        raise ConfigError(f"sliding_window: found {window!r}, expected a positive integer (layer_types has sliding layers)")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+class _Reader:
+    """Positive integers out of a JSON dict, with errors that name the key."""
+
+    def __init__(self, config: Mapping[str, Any]):
+        self._config = config
+
+    def size(self, key: str, default: int | None = None) -> int:
+        value = self._config.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{key}: found {value!r}, expected a positive integer in config.json")
+        return value
+
+
+def _first(value: Any) -> int | None:
+    return value[0] if isinstance(value, list) and value else value if isinstance(value, int) else None
