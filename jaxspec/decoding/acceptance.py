@@ -98,7 +98,7 @@ def sampled_accept(
     row = jnp.take_along_axis(p, accepted[:, None, None], axis=1)[:, 0]
     weights = row
     if proposal.tokens.shape[1]:
-        residual = jnp.maximum(scale[:, None] * row - proposal.q.rows(accepted), 0.0)
+        residual = jnp.maximum(scale[:, None] * row - _known(proposal.q.rows(accepted)), 0.0)
         empty = jnp.sum(residual, axis=-1) <= EMPTY_MASS
         weights = jnp.where((empty | (accepted == counts))[:, None], row, residual)
     return Acceptance(accepted, inverse_cdf(weights, u_last), accepted, weights)
@@ -120,6 +120,11 @@ def _prefix(ok: Bool[Array, "R m"], counts: Int[Array, "R"]) -> Int[Array, "R"]:
     return jnp.sum(jnp.cumprod((ok & tested).astype(jnp.int32), axis=1), axis=1).astype(jnp.int32)
 
 
+def _known(q: Float[Array, "R V"]) -> Float[Array, "R V"]:
+    """q with NaN taken as 0."""
+    return jnp.where(q > 0, q, 0.0)
+
+
 def _block(
     p: Float[Array, "R m1 V"], proposal: Proposal, ratios: Float[Array, "R m"], u: Float[Array, "R m"], counts: Int[Array, "R"]
 ) -> tuple[Int[Array, "R"], Float[Array, "R"]]:
@@ -135,7 +140,7 @@ def _block(
         weight = jnp.minimum(1.0, weight * ratios[:, slot])
         chance = weight
         if slot + 1 < m:
-            q_next = proposal.q.rows(jnp.full(requests, slot + 1))
+            q_next = _known(proposal.q.rows(jnp.full(requests, slot + 1)))
             excess = jnp.sum(jnp.maximum(weight[:, None] * p[:, slot + 1] - q_next, 0.0), axis=-1)
             rest = excess + 1 - weight
             chance = jnp.where(counts == slot + 1, weight, jnp.where(rest > 0, excess / jnp.where(rest > 0, rest, 1), 1.0))

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 from jaxspec.decoding.acceptance import Acceptance, accept
 from jaxspec.decoding.plan import verify_lengths
 from jaxspec.decoding.sampling import SlotSampling
-from jaxspec.drafters.base import Drafter, Proposal, Rows, Shared, Slots
+from jaxspec.drafters.base import Drafter, Proposal, Rows, Shared, Slots, first_proposals
 from jaxspec.drafters.draws import Purpose, inverse_cdf, round_keys, uniforms
 from jaxspec.models.attention import PagedCausal
 from jaxspec.models.cache import KVPool, init_pool
@@ -99,6 +99,7 @@ class Program:
     page_size: int
     acceptance: str = "ratio"
     confidence_threshold: float = 0.0
+    num_proposals: int | None = None  # None: as many as the drafter gives
     record: bool = False
 
     @property
@@ -135,7 +136,8 @@ class Program:
         """The drafter's guess for every slot."""
         slots = state.slots
         view = Slots(slots.anchors, slots.positions, slots.page_table, slots.live)
-        return self.drafter.propose(weights.draft, weights.shared, state.draft, view, keys, slots.sampling)
+        proposal = self.drafter.propose(weights.draft, weights.shared, state.draft, view, keys, slots.sampling)
+        return proposal if self.num_proposals is None else first_proposals(proposal, self.num_proposals)
 
     def plan(self, state: DecodeState, proposal: Proposal) -> Int[Array, "R"]:
         """Proposals of each slot that the target will look at."""

@@ -21,7 +21,7 @@ from jaxspec.decoding.round import PrefillInput, Program, Weights
 from jaxspec.decoding.sampling import SlotSampling
 from jaxspec.drafters.base import Drafter, Shared
 from jaxspec.drafters.none import NoDrafter
-from jaxspec.errors import RequestError
+from jaxspec.errors import ConfigError, RequestError
 from jaxspec.models.decoder import Decoder
 
 
@@ -95,6 +95,7 @@ class SlotRunner:
         page_size: int = 16,
         acceptance: str = "ratio",
         confidence_threshold: float = 0.0,
+        num_proposals: int | None = None,
         eos_token_ids: Sequence[int] | None = None,
         observe: Callable[[RoundTrace], None] | None = None,
         cache_fill: float = 0.0,
@@ -103,6 +104,11 @@ class SlotRunner:
         max_context = min(max_context, decoder.config.max_position)
         drafter = draft.drafter if draft is not None else NoDrafter(decoder.config.vocab_size)
         decoder.check_taps(drafter.taps)
+        if num_proposals is not None and not 1 <= num_proposals <= drafter.num_proposals:
+            raise ConfigError(
+                f"engine.num_proposals: found {num_proposals}, expected 1 to {drafter.num_proposals}, what a block of the "
+                f"{drafter.method} drafter gives"
+            )
         embedding = getattr(draft, "embedding", None)
         head = getattr(draft, "head", None)
         shared = Shared(
@@ -110,7 +116,15 @@ class SlotRunner:
             decoder.head(target.params) if head is None else head,
         )
         self.program = Program(
-            decoder, drafter, max_context, num_slots, page_size, acceptance, confidence_threshold, observe is not None
+            decoder,
+            drafter,
+            max_context,
+            num_slots,
+            page_size,
+            acceptance=acceptance,
+            confidence_threshold=confidence_threshold,
+            num_proposals=num_proposals,
+            record=observe is not None,
         )
         self.weights = Weights(target.params, draft.params if draft is not None else {}, shared)
         self.prefill_chunk = prefill_chunk
@@ -154,9 +168,10 @@ class SlotRunner:
         self._round = step.lower(self.weights, self._state, self._alive()).compile()
 
     def _run_empty(self) -> None:
-        """One round over no request: whatever the host side compiles lazily is compiled here, not under a user."""
+        """An empty chunk and a round over no request: whatever is set up lazily is set up here, not under a user."""
+        self._state, token = self._prefill(self.weights, self._state, self._chunk([0], 0, 0, 0, False, SamplingParams(), 0, (0, 0)))
         self._state, output = self._round(self.weights, self._state, self._alive())
-        jax.block_until_ready(output)
+        jax.block_until_ready((token, output))
 
     @property
     def compile_count(self) -> int:
@@ -172,8 +187,8 @@ class SlotRunner:
 
     @property
     def num_proposals(self) -> int:
-        """m."""
-        return self.program.drafter.num_proposals
+        """m, as served."""
+        return self.program.num_proposals or self.program.drafter.num_proposals
 
     @property
     def vocab_size(self) -> int:

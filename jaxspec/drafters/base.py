@@ -98,6 +98,14 @@ class Proposal:
     trace: dict[str, Array] | None = None  # block internals for inspection; unused, they cost nothing under jit
 
 
+def first_proposals(proposal: Proposal, count: int) -> Proposal:
+    """The proposal cut to its first `count` slots (a server may want shorter blocks than the drafter gives)."""
+    if count >= proposal.tokens.shape[1]:
+        return proposal
+    short = jax.tree.map(lambda x: x[:, :count], dataclasses.replace(proposal, tree=None, trace=None))
+    return dataclasses.replace(short, trace=proposal.trace)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:

@@ -167,6 +167,21 @@ class Decoder:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         return self.forward(params, tokens, positions, DenseCausal(lengths), None, taps)
 
+    def truncated(self, params: ly.Params, taps: Sequence[Tap]) -> tuple[Decoder, ly.Params]:
+        """The decoder up to the deepest of `taps`, and its share of the parameters (layers listed or stacked).
+
+        Features come out the same; the hidden state and the logits mean nothing. Where nobody reads those, the rest of
+        the target need not run, nor be held.
+        """
+        self.check_taps(taps)
+        if FINAL in taps or not taps:
+            return self, params
+        depth = max(1, 1 + max(int(tap) for tap in taps))
+        config = dataclasses.replace(self.config, num_layers=depth, layer_windows=self.config.layer_windows[:depth])
+        layers = params["model"]["layers"]
+        kept = layers[:depth] if isinstance(layers, list) else jax.tree.map(lambda x: x[:depth], layers)
+        return Decoder(config), {**params, "model": {**params["model"], "layers": kept}}
+
     def check_taps(self, taps: Sequence[Tap]) -> None:
         """Raises ConfigError for a tap that this target does not have."""
         for tap in taps:

@@ -1,0 +1,56 @@
+# The two commands: `make demo` and `make test`. Both set up what they need. `make help` lists the rest.
+PYTHON ?= python3
+PY := .venv/bin/python
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-312 demo test lint format check mutants conformance proto constraints clean
+
+help:  ## this list
+	@grep -hE '^[a-z0-9%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9%-]+):.*## /  make \1\t/' | expand -t 26
+
+setup:  ## .venv with everything installed and the `jaxspec` command in it
+	@tools/setup.sh .venv $(PYTHON) dev,demo
+
+setup-312:  ## .venv-3.12, where a Python 3.12 is found
+	@if [ "$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')" = 3.12 ]; then \
+	  echo "setup-312: $(PYTHON) is Python 3.12 already, .venv covers it"; \
+	elif found="$$(tools/find_python.sh 3.12)"; then tools/setup.sh .venv-3.12 "$$found" dev,demo; \
+	else echo "setup-312: no Python 3.12 found, going on without it"; fi
+
+demo: setup  ## trains, exports, reloads and serves a drafter for a real model
+	@$(PY) demo/run.py
+
+test:  ## everything CI runs: set-up, lint, the suite, the fast suite on 3.12, age of the slow results
+	@$(PYTHON) tools/stages.py
+
+lint: setup  ## ruff and mypy
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+
+format: setup  ## ruff's formatter and safe fixes
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+
+check: lint  ## lint and the fast tests, under two minutes
+	@$(PY) -m pytest -q -n 2 --dist loadfile -m "not ci"
+
+mutants: setup  ## applies each one-line fault of tests/mutants.py and expects a test to fail
+	@$(PY) tests/mutants.py
+
+conformance: setup  ## every golden case of tests/golden
+	@.venv/bin/jaxspec conformance tests/golden
+
+test-slow-%: setup  ## one long check; writes results/slow/%.json
+	@$(PY) tools/slow_results.py run $*
+
+proto: setup  ## regenerates the gRPC modules from the .proto file
+	@$(PY) -m jaxspec.serving.protos.build
+
+constraints: setup setup-312  ## rewrites constraints/ from the two environments
+	@$(PY) tools/freeze_constraints.py
+	@if [ -x .venv-3.12/bin/python ]; then .venv-3.12/bin/python tools/freeze_constraints.py; fi
+
+clean:  ## removes what was made here, except the environments and results/
+	rm -rf out build dist *.egg-info .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

@@ -1,0 +1,78 @@
+"""Folders that appear whole or not at all.
+
+The folder is built under a temporary name beside its destination, flushed, then renamed. An existing folder is moved
+aside only after the new one is complete and is put back if the last rename fails.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from jaxspec.errors import CheckpointError
+
+__all__ = ["replacing_folder"]
+
+
+@contextmanager
+def replacing_folder(directory: str | os.PathLike[str], marker: str = "config.json") -> Iterator[Path]:
+    """Yield an empty folder that becomes `directory` when the block ends without an error, and vanishes otherwise.
+
+    An existing `directory` is replaced only if it is empty or is itself a flat folder with the file `marker`; anything
+    else (somebody's home, a folder of results) raises CheckpointError before any work is done.
+    """
+    directory = Path(os.path.abspath(directory))
+    _check_replaceable(directory, marker)
+    suffix = uuid.uuid4().hex[:12]
+    fresh = directory.with_name(f".{directory.name}.new-{suffix}")
+    aside = directory.with_name(f".{directory.name}.old-{suffix}")
+    try:
+        fresh.mkdir(parents=True)
+        yield fresh
+        _flush(fresh)
+        if directory.exists():
+            directory.rename(aside)
+        try:
+            fresh.rename(directory)
+        except OSError:
+            if aside.exists():
+                aside.rename(directory)
+            raise
+    except OSError as error:
+        raise CheckpointError(
+            f"{directory}: cannot be written ({error.strerror or error}), expected a writable place with room; nothing "
+            "was changed"
+        ) from error
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+        if directory.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def _check_replaceable(directory: Path, marker: str) -> None:
+    if not directory.exists():
+        return
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory}: found a file, expected a folder or nothing; choose another name")
+    entries = list(directory.iterdir())
+    if entries and (not (directory / marker).is_file() or any(entry.is_dir() for entry in entries)):
+        raise CheckpointError(
+            f"{directory}: found a folder that is not a checkpoint, expected an empty one, a checkpoint or nothing; "
+            "choose another name"
+        )
+
+
+def _flush(directory: Path) -> None:
+    """Put the files and the folder's own entries on the disk, so that the rename cannot outlive what it names."""
+    for path in [*directory.iterdir(), directory]:
+        if os.name == "nt":  # folders cannot be opened there, and a file opened for reading cannot be flushed
+            continue
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

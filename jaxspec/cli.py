@@ -1,0 +1,105 @@
+"""The `jaxspec` command: one parser, one module per subcommand, errors as one line.
+
+A subcommand's module has `add_arguments(parser)` and `main(args) -> int` and is imported only when it is the one that
+was asked for, so `jaxspec --help` needs neither jax nor grpc.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import platform
+import sys
+import traceback
+from collections.abc import Sequence
+
+from jaxspec import __version__
+from jaxspec.errors import JaxspecError
+from jaxspec.platform import quiet_platform
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "doctor": ("jaxspec.commands.doctor", "versions, devices, caches and chosen kernels of this machine"),
+    "train": ("jaxspec.commands.train", "train a drafter from a config"),
+    "serve": ("jaxspec.commands.serve", "serve a target and its drafter over gRPC"),
+    "generate": ("jaxspec.commands.generate", "generate offline, with or without a drafter"),
+    "client": ("jaxspec.serving.client", "send prompts to a running server"),
+    "conformance": ("jaxspec.evaluation.conformance.main", "run the golden cases of a folder"),
+    "config": ("jaxspec.commands.config", "check a config and print it resolved"),
+    "version": ("jaxspec.commands.version", "the version of jaxspec and of what it runs on"),
+}
+
+_EXIT_ERROR = 2
+_EXIT_INTERRUPT = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `jaxspec ARGV`. Returns the exit code: 0, 1 for a failed check, 2 for an error that the user can mend."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    chosen = next((word for word in arguments if not word.startswith("-")), None)
+    parser = argparse.ArgumentParser(
+        prog="jaxspec", description="Trains and serves speculative-decoding drafters in JAX.", allow_abbrev=False
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"jaxspec {__version__} (Python {platform.python_version()})"
+    )
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    for name, (module, summary) in COMMANDS.items():
+        sub = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        if name == chosen:
+            _fill(sub, module)
+    args = _parse(parser, arguments)
+    if args.command is None:
+        parser.print_help()
+        return 0
+    return _run(COMMANDS[args.command][0], args)
+
+
+def run_command(name: str, argv: Sequence[str] | None = None) -> int:
+    """Runs one subcommand under the name of the script that called it (`train.py`, `serve.py`)."""
+    module, summary = COMMANDS[name]
+    parser = argparse.ArgumentParser(description=summary, allow_abbrev=False)
+    _fill(parser, module)
+    return _run(module, _parse(parser, argv))
+
+
+def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """parse_args, with `section.key=value` allowed before and after the options."""
+    args, extra = parser.parse_known_args(argv)
+    if extra and not (hasattr(args, "overrides") and all("=" in word and not word.startswith("-") for word in extra)):
+        parser.error(f"unrecognized arguments: {' '.join(extra)}")
+    if extra:
+        args.overrides = [*args.overrides, *extra]
+    return args
+
+
+def _fill(parser: argparse.ArgumentParser, module: str) -> None:
+    quiet_platform()
+    parser.add_argument(
+        "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
+    )
+    importlib.import_module(module).add_arguments(parser)
+
+
+def _run(module: str, args: argparse.Namespace) -> int:
+    try:
+        code = importlib.import_module(module).main(args)
+        sys.stdout.flush()
+        return int(code or 0)
+    except JaxspecError as error:
+        if getattr(args, "debug", False):
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr)
+        return _EXIT_ERROR
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return _EXIT_INTERRUPT
+    except BrokenPipeError:
+        # The reader (`| head`) has left; a second error at interpreter exit would only repeat it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + 13
+
+
+if __name__ == "__main__":
+    sys.exit(main())

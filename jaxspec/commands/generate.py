@@ -1,0 +1,101 @@
+"""`jaxspec generate`: the Python API from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from jaxspec.errors import DataError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="prompts; with none, --file or standard input")
+    parser.add_argument(
+        "--target", required=True, metavar="SOURCE", help="folder, GGUF file, org/name[@revision] or smollm2"
+    )
+    parser.add_argument(
+        "--drafter", metavar="SOURCE", default="none", help="drafter folder or org/name (default: %(default)s)"
+    )
+    parser.add_argument("--file", type=Path, metavar="JSONL", help='one object a line with "prompt"')
+    parser.add_argument("--stream", action="store_true", help="print the text as it comes (one prompt)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a prompt")
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default %(default)s")
+    sampling.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
+    sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="0 is off (default)")
+    sampling.add_argument("--top-p", type=float, default=1.0, metavar="P", help="default %(default)s")
+    sampling.add_argument("--min-p", type=float, default=0.0, metavar="P", help="default %(default)s")
+    sampling.add_argument("--seed", type=int, metavar="N", help="makes sampled answers repeatable")
+    sampling.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
+
+
+def main(args: argparse.Namespace) -> int:
+    prompts = _prompts(args)
+    if args.stream and (len(prompts) != 1 or args.json):
+        raise DataError(
+            f"--stream: found {len(prompts)} prompts{' and --json' if args.json else ''}, expected one prompt as text"
+        )
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos")
+    sampling = {name: getattr(args, name) for name in names}
+    from jaxspec.api import load  # after the prompts were read: loading takes seconds
+
+    engine = load(args.target, drafter=None if args.drafter.lower() == "none" else args.drafter)
+    if args.stream:
+        for piece in engine.stream(prompts[0], **sampling):
+            print(piece, end="", flush=True)
+        print()
+        return 0
+    for prompt, answer in zip(prompts, engine.generate(prompts, **sampling), strict=True):
+        if args.json:
+            print(json.dumps(_record(prompt, answer), ensure_ascii=False))
+        else:
+            print(answer.text if len(prompts) == 1 else f"--- {prompt}\n{answer.text}")
+    return 0
+
+
+def _record(prompt: str, answer: Any) -> dict[str, Any]:
+    new_tokens = sum(r + 1 for r in answer.accepted_lengths)
+    return {
+        "prompt": prompt,
+        "text": answer.text,
+        "token_ids": list(answer.tokens),
+        "finish_reason": answer.finish_reason,
+        "rounds": answer.rounds,
+        "tau": new_tokens / answer.rounds if answer.rounds else None,
+    }
+
+
+def _prompts(args: argparse.Namespace) -> list[str]:
+    if args.prompts and args.file:
+        raise DataError("--file and PROMPT: found both, expected one of the two; leave one out")
+    if args.file:
+        return _from_file(args.file)
+    prompts = args.prompts or ([sys.stdin.read().strip()] if not sys.stdin.isatty() else [])
+    if not any(prompts):
+        raise DataError(
+            "PROMPT: found none, expected at least one; give it as an argument, with --file or on standard input"
+        )
+    return list(prompts)
+
+
+def _from_file(path: Path) -> list[str]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--file {path}: found no readable text ({error}), expected JSONL") from error
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            prompts.append(json.loads(line)["prompt"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f'--file {path}, line {number}: expected a JSON object with "prompt"') from error
+        if not isinstance(prompts[-1], str):
+            raise DataError(f'--file {path}, line {number}: found {prompts[-1]!r}, expected a string under "prompt"')
+    if not prompts:
+        raise DataError(f"--file {path}: found no prompts, expected at least one line")
+    return prompts

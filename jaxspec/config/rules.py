@@ -1,0 +1,279 @@
+"""Method defaults and contradictions: what one key says about another.
+
+`fill_*` run before validation, on the raw mapping, and write in what the method publishes, so that a resolved config
+holds every value and loads back to itself. `check_*` run on the validated sections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from jaxspec.config.schema import contradiction
+from jaxspec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxspec.config.serve import ServeConfig
+    from jaxspec.config.train import DrafterSection, TrainConfig
+
+# DFlash paper, appendix on training: gamma by block size. DSpark: DeepSpec's training defaults.
+_DFLASH_GAMMA = ((16, 7.0), (10, 5.0), (0, 4.0))
+_DSPARK_GAMMA = 4.0
+_DRAFTER_DEFAULTS: dict[str, dict[str, Any]] = {
+    "dflash": {"block_size": 16, "markov_rank": 0, "confidence_head": False, "sample_from_anchor": False},
+    "dspark": {"block_size": 7, "markov_rank": 256, "confidence_head": True, "sample_from_anchor": True},
+}
+_OBJECTIVE_DEFAULTS: dict[str, dict[str, Any]] = {
+    "dflash": {"ce_alpha": 1.0, "l1_alpha": 0.0},
+    "dspark": {"ce_alpha": 0.1, "l1_alpha": 0.9},
+}
+
+
+def fill_drafter(data: Any) -> Any:
+    """Adds the method's defaults for keys that are absent or null."""
+    if not isinstance(data, Mapping) or data.get("method") not in _DRAFTER_DEFAULTS:
+        return data
+    filled = dict(data)
+    for name, value in _DRAFTER_DEFAULTS[filled["method"]].items():
+        if filled.get(name) is None:
+            filled[name] = value
+    if filled.get("confidence_head_with_markov") is None:
+        filled["confidence_head_with_markov"] = bool(filled["confidence_head"]) and bool(filled["markov_rank"])
+    return filled
+
+
+def fill_train(data: Any) -> Any:
+    """Adds absent optional sections and the objective's defaults, which depend on the drafter."""
+    if not isinstance(data, Mapping):
+        return data
+    filled = {"objective": {}, "optimizer": {}, **data}
+    drafter, objective = fill_drafter(filled.get("drafter")), filled["objective"]
+    if not isinstance(drafter, Mapping) or not isinstance(objective, Mapping):
+        return filled
+    method = drafter.get("method")
+    if method not in _OBJECTIVE_DEFAULTS:
+        return filled
+    defaults = dict(_OBJECTIVE_DEFAULTS[method])
+    defaults["confidence_alpha"] = 1.0 if drafter.get("confidence_head") is True else 0.0
+    block = drafter.get("block_size")
+    if method == "dspark":
+        defaults["gamma"] = _DSPARK_GAMMA
+    elif isinstance(block, int):
+        defaults["gamma"] = next(gamma for least, gamma in _DFLASH_GAMMA if block >= least or least == 0)
+    filled["objective"] = {**defaults, **objective}  # an explicit `gamma: null` stays: no decay
+    return filled
+
+
+def check_drafter(drafter: DrafterSection) -> None:
+    """Keys of the drafter that contradict each other. Raises ConfigError naming both."""
+    if drafter.method == "dflash":
+        _check_dflash(drafter)
+    if drafter.block_size < 2 and not drafter.sample_from_anchor:
+        raise contradiction(
+            "drafter.block_size",
+            "drafter.sample_from_anchor",
+            f"a block of {drafter.block_size} row without a predicting anchor proposes nothing",
+            "set drafter.block_size to at least 2",
+        )
+    if drafter.markov_rank == 0 and drafter.markov_head_type != "vanilla":
+        raise contradiction(
+            "drafter.markov_head_type",
+            "drafter.markov_rank",
+            f"{drafter.markov_head_type} describes a head that rank 0 leaves out",
+            "set drafter.markov_rank > 0 or leave drafter.markov_head_type out",
+        )
+    if drafter.confidence_head_with_markov and not drafter.confidence_head:
+        raise contradiction(
+            "drafter.confidence_head_with_markov",
+            "drafter.confidence_head",
+            "there is no confidence head to widen",
+            "set drafter.confidence_head=true or leave confidence_head_with_markov out",
+        )
+    if drafter.confidence_head_with_markov and drafter.markov_rank == 0:
+        raise contradiction(
+            "drafter.confidence_head_with_markov",
+            "drafter.markov_rank",
+            "rank 0 has no Markov embedding to read",
+            "set drafter.markov_rank > 0 or drafter.confidence_head_with_markov=false",
+        )
+    _check_attention(drafter)
+
+
+def _check_dflash(drafter: DrafterSection) -> None:
+    if drafter.block_size < 2:
+        raise contradiction(
+            "drafter.method",
+            "drafter.block_size",
+            f"dflash discards the anchor row, so a block of {drafter.block_size} proposes nothing",
+            "set drafter.block_size to at least 2",
+        )
+    for name in ("markov_rank", "confidence_head", "confidence_head_with_markov", "sample_from_anchor"):
+        value = getattr(drafter, name)
+        if value:
+            raise contradiction(
+                "drafter.method",
+                f"drafter.{name}",
+                f"dflash has none of it but {name} is {str(value).lower()}",
+                f"set drafter.method=dspark or leave drafter.{name} out",
+            )
+    if drafter.markov_head_type != "vanilla":
+        raise contradiction(
+            "drafter.method",
+            "drafter.markov_head_type",
+            "dflash has no Markov head",
+            "set drafter.method=dspark or leave drafter.markov_head_type out",
+        )
+
+
+def _check_attention(drafter: DrafterSection) -> None:
+    if drafter.layer_types is not None and len(drafter.layer_types) != drafter.num_layers:
+        raise contradiction(
+            "drafter.layer_types",
+            "drafter.num_layers",
+            f"{len(drafter.layer_types)} types for {drafter.num_layers} layers",
+            "give one type per layer",
+        )
+    sliding = "sliding_attention" in (drafter.layer_types or ())
+    if sliding and drafter.sliding_window is None:
+        raise contradiction(
+            "drafter.layer_types",
+            "drafter.sliding_window",
+            "there are sliding layers but the window is null",
+            "set drafter.sliding_window",
+        )
+    if drafter.sliding_window is not None and not sliding:
+        raise contradiction(
+            "drafter.sliding_window",
+            "drafter.layer_types",
+            "a window is given but no layer is sliding_attention",
+            "name the sliding layers in drafter.layer_types or leave the window out",
+        )
+    heads, kv_heads = drafter.num_heads, drafter.num_kv_heads
+    if heads is not None and kv_heads is not None and heads % kv_heads:
+        raise contradiction(
+            "drafter.num_heads",
+            "drafter.num_kv_heads",
+            f"{heads} heads cannot be shared out over {kv_heads} key/value heads",
+            "make num_heads a multiple of num_kv_heads",
+        )
+    if drafter.head_dim is not None and drafter.head_dim % 2:
+        raise ConfigError(f"drafter.head_dim: found {drafter.head_dim}, expected an even number (rotary embedding)")
+    ids = drafter.target_layer_ids
+    if ids is not None and len(set(ids)) != len(ids):
+        raise ConfigError(
+            f"drafter.target_layer_ids: found {list(ids)}, expected each layer once; drop the repeated ids"
+        )
+    if ids is not None and min(ids) < -1:
+        raise ConfigError(
+            f"drafter.target_layer_ids: found {min(ids)}, expected layer ids from 0 (-1 is the embedding)"
+        )
+
+
+def check_train(config: TrainConfig) -> None:
+    """Contradictions between sections of a training config."""
+    _check_objective(config)
+    run, data = config.run, config.data
+    if run.steps is None and run.epochs is None and run.seconds is None:
+        raise ConfigError(
+            "run.steps, run.epochs and run.seconds: all three are missing, expected at least one limit; "
+            "set one, for example run.epochs=6"
+        )
+    optimizer = config.optimizer
+    if run.steps is None and run.epochs is None and (optimizer.schedule == "cosine" or optimizer.warmup_ratio > 0):
+        raise contradiction(
+            "optimizer.schedule (with optimizer.warmup_ratio)",
+            "run.steps (or run.epochs)",
+            "the schedule is a share of the steps and only run.seconds limits them",
+            "set run.steps or run.epochs, or optimizer.schedule=constant with optimizer.warmup_ratio=0",
+        )
+    if run.eval_every and run.eval_prompts is None:
+        raise contradiction(
+            "run.eval_every",
+            "run.eval_prompts",
+            "evaluations are asked for but there are no prompts",
+            "set run.eval_prompts to a JSONL of prompts or run.eval_every=0",
+        )
+    if data.min_loss_tokens > data.max_length:
+        raise contradiction(
+            "data.min_loss_tokens",
+            "data.max_length",
+            f"no sequence of at most {data.max_length} tokens has {data.min_loss_tokens} supervised ones",
+            "lower data.min_loss_tokens",
+        )
+    if data.anchor_rule == "legacy" and data.max_length < config.drafter.block_size:
+        raise contradiction(
+            "data.max_length",
+            "drafter.block_size",
+            "the legacy rule keeps blocks inside the sequence and none fits",
+            "raise data.max_length",
+        )
+
+
+def _check_objective(config: TrainConfig) -> None:
+    objective, drafter = config.objective, config.drafter
+    method = drafter.method
+    if method == "dflash":
+        for name, expected in (("ce_alpha", 1.0), ("l1_alpha", 0.0), ("confidence_alpha", 0.0)):
+            if getattr(objective, name) != expected:
+                raise contradiction(
+                    "drafter.method",
+                    f"objective.{name}",
+                    f"dflash has one loss term, so {name} can only be {expected}",
+                    f"set drafter.method=dspark or leave objective.{name} out",
+                )
+    elif objective.loss_type != "weighted_ce" or objective.lk is not None:
+        name = "objective.lk" if objective.loss_type == "weighted_ce" else "objective.loss_type"
+        raise contradiction(
+            "drafter.method",
+            name,
+            "D-PACE and LK are options of dflash's loss",
+            f"set drafter.method=dflash or leave {name} out",
+        )
+    if objective.confidence_alpha > 0 and not drafter.confidence_head:
+        raise contradiction(
+            "objective.confidence_alpha",
+            "drafter.confidence_head",
+            "there is no confidence head to train",
+            "set drafter.confidence_head=true or objective.confidence_alpha=0",
+        )
+    if method == "dspark" and objective.ce_alpha == 0 and objective.l1_alpha == 0:
+        raise contradiction(
+            "objective.ce_alpha",
+            "objective.l1_alpha",
+            "both are 0, so nothing trains the proposals",
+            "raise one of them",
+        )
+    defaults = type(objective).model_fields
+    for name, owner, on in (
+        ("dpace_alpha", "loss_type", objective.loss_type != "weighted_ce"),
+        ("dpace_normalizer", "loss_type", objective.loss_type != "weighted_ce"),
+        ("kl_scale", "lk", objective.lk == "lambda"),
+        ("kl_decay", "lk", objective.lk == "lambda"),
+    ):
+        if not on and getattr(objective, name) != defaults[name].default:
+            wanted = "dpace" if owner == "loss_type" else "lambda"
+            raise contradiction(
+                f"objective.{name}",
+                f"objective.{owner}",
+                f"{name} does nothing with {owner}={getattr(objective, owner) or 'null'}",
+                f"set objective.{owner}={wanted} or leave {name} out",
+            )
+
+
+def check_serve(config: ServeConfig) -> None:
+    """Contradictions of a serving config."""
+    engine = config.engine
+    if engine.prefill_chunk > engine.max_context:
+        raise contradiction(
+            "engine.prefill_chunk",
+            "engine.max_context",
+            f"a chunk of {engine.prefill_chunk} rows is longer than the context of {engine.max_context}",
+            "lower engine.prefill_chunk",
+        )
+    if engine.page_size > engine.max_context:
+        raise contradiction(
+            "engine.page_size",
+            "engine.max_context",
+            f"one page of {engine.page_size} is longer than the context of {engine.max_context}",
+            "lower engine.page_size",
+        )

@@ -1,0 +1,60 @@
+"""The schema of a server (`serve.py --config X`)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import field_validator, model_validator
+
+from jaxspec.config import rules
+from jaxspec.config.schema import FORMAT_VERSION, Section, key
+from jaxspec.config.train import TargetSection
+
+
+class EngineSection(Section):
+    """Slots, shapes and acceptance; every one of them is fixed at start-up and compiled once."""
+
+    num_slots: int = key(8, "requests decoded together", ge=1)
+    max_context: int = key(2048, "longest prompt + output of a request, in tokens", ge=2)
+    prefill_chunk: int = key(64, "prompt rows of one prefill step", ge=1)
+    page_size: int = key(16, "positions of a cache page", ge=1)
+    acceptance: Literal["ratio", "block"] = key("ratio", "acceptance of sampled proposals; both are lossless")
+    num_proposals: int | None = key(None, "proposals of a round; null takes the drafter's", ge=1)
+    draft_sampling: Literal["argmax", "sample"] | None = key(
+        None, "how a sampled request's proposals are drawn; null takes the drafter's"
+    )
+
+
+class ServerSection(Section):
+    """The gRPC end point."""
+
+    host: str = key("127.0.0.1", "address to listen on; 0.0.0.0 is every interface", min_length=1)
+    port: int = key(50051, "TCP port; 0 lets the system choose", ge=0, le=65535)
+    max_queue: int = key(64, "requests that may wait for a slot; more are refused", ge=0)
+    drain_seconds: float = key(30.0, "how long running requests may finish after SIGTERM", ge=0)
+
+
+class ServeConfig(Section):
+    """A server."""
+
+    version: Literal[1] = key(FORMAT_VERSION, "format version of this file")
+    target: TargetSection
+    drafter: str | None = key(None, "drafter folder or org/name; `none` or null decodes plainly", min_length=1)
+    engine: EngineSection
+    server: ServerSection
+    compilation_cache: str | None = key(None, "folder of compiled executables, kept between starts", min_length=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, data: Any) -> Any:
+        return {"engine": {}, "server": {}, **data} if isinstance(data, dict) else data
+
+    @field_validator("drafter")
+    @classmethod
+    def _none(cls, drafter: str | None) -> str | None:
+        return None if drafter is not None and drafter.lower() == "none" else drafter
+
+    @model_validator(mode="after")
+    def _check(self) -> ServeConfig:
+        rules.check_serve(self)
+        return self

@@ -1,0 +1,158 @@
+"""The schema of a training run (`train.py --config X`)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from jaxspec.config import rules
+from jaxspec.config.schema import FORMAT_VERSION, Section, key, required
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+class TargetSection(Section):
+    """The model that is being sped up; frozen."""
+
+    source: str = required("HF folder, GGUF file, org/name[@revision], or the built-in `smollm2`", min_length=1)
+    dtype: Dtype = key("bfloat16", "dtype of the target's parameters and activations")
+
+
+class DrafterSection(Section):
+    """The drafter that is trained. Keys left out take the method's published values."""
+
+    method: Literal["dflash", "dspark"] = required("drafter method")
+    source: str | None = key(None, "drafter checkpoint whose weights the training starts from", min_length=1)
+    num_layers: int = key(5, "decoder layers of the drafter", ge=1)
+    block_size: int = key(16, "rows of a draft block, anchor row included", shown="dflash 16, dspark 7", ge=1)
+    mask_token_id: int | None = key(None, "id that fills the open rows; null takes the target's known spare id", ge=0)
+    target_layer_ids: tuple[int, ...] | None = key(
+        None,
+        "target layers whose outputs are the features; null spreads num_layers of them",
+        strict=False,
+        min_length=1,
+    )
+    num_heads: int | None = key(None, "attention heads; null takes the target's", ge=1)
+    num_kv_heads: int | None = key(None, "key/value heads; null takes the target's", ge=1)
+    head_dim: int | None = key(None, "width of a head; null takes the target's", ge=2)
+    intermediate_size: int | None = key(None, "width of the MLP; null takes the target's", ge=1)
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = key(
+        None, "attention of each layer; null is full attention everywhere", strict=False
+    )
+    sliding_window: int | None = key(None, "window of the sliding layers, in positions", ge=1)
+    is_causal: bool | None = key(
+        None, "block mask: true causal, false bidirectional, null the legacy rule (sliding layers causal)"
+    )
+    markov_rank: int = key(0, "rank of the Markov head; 0 has none", shown="dspark 256, dflash 0", ge=0)
+    markov_head_type: Literal["vanilla", "gated", "rnn"] = key("vanilla", "form of the Markov head")
+    confidence_head: bool = key(False, "train a confidence head", shown="dspark true, dflash false")
+    confidence_head_with_markov: bool = key(
+        False, "the confidence head also reads the Markov embedding", shown="true with both heads"
+    )
+    sample_from_anchor: bool = key(False, "the anchor row predicts too", shown="dspark true, dflash false")
+    dtype: Dtype = key("bfloat16", "dtype the drafter computes and is exported in; masters and moments are float32")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, data: Any) -> Any:
+        return rules.fill_drafter(data)
+
+    @model_validator(mode="after")
+    def _check(self) -> DrafterSection:
+        rules.check_drafter(self)
+        return self
+
+
+class ObjectiveSection(Section):
+    """The loss. Keys left out take the method's published values."""
+
+    gamma: float | None = key(
+        None, "position decay exp(-k/gamma); null is no decay", shown="by method and block size", gt=0
+    )
+    loss_type: Literal["weighted_ce", "dpace", "dpace-cumulative-confidence-only", "dpace-continuation-value-only"] = (
+        key("weighted_ce", "weights of DFlash's cross-entropy")
+    )
+    dpace_alpha: float = key(0.5, "smoothing of D-PACE's probabilities", ge=0, le=1)
+    dpace_normalizer: Literal["weights", "batch"] = key("weights", "what D-PACE's sum is divided by")
+    lk: Literal["alpha", "lambda", "tv"] | None = key(None, "LK loss in place of the cross-entropy")
+    kl_scale: float = key(1.0, "lk=lambda: scale of the mixing weight", ge=0)
+    kl_decay: float = key(3.0, "lk=lambda: decay of the mixing weight with the mean probability", ge=0)
+    ce_alpha: float = key(1.0, "weight of the cross-entropy", shown="dspark 0.1, dflash 1.0", ge=0)
+    l1_alpha: float = key(0.0, "weight of the L1 distance to the target", shown="dspark 0.9, dflash 0.0", ge=0)
+    confidence_alpha: float = key(
+        0.0, "weight of the confidence loss", shown="1.0 with a confidence head, else 0.0", ge=0
+    )
+    chunk_blocks: int = key(128, "draft blocks per slice of the vocabulary projection; 0 is one slice", ge=0)
+
+
+class DataSection(Section):
+    """Where the training sequences come from and which anchors are drawn."""
+
+    path: str = required("JSONL of messages, or a token file (.npz, .bin)", min_length=1)
+    template: Literal["auto", "qwen", "llama", "tokenizer"] = key("auto", "chat template and its loss mask")
+    max_length: int = key(4096, "longest sequence, in tokens; the rest is cut", ge=2)
+    min_loss_tokens: int = key(2, "sequences with fewer supervised tokens are left out", ge=1)
+    num_anchors: int = key(512, "anchors drawn from a sequence", ge=1)
+    anchor_rule: Literal["adjacent", "legacy"] = key("adjacent", "which positions may be anchors")
+    max_empty_fraction: float = key(
+        0.5, "largest share of sequences without a valid anchor before the run stops", ge=0, le=1
+    )
+    shuffle: bool = key(True, "new order each epoch")
+
+
+class OptimizerSection(Section):
+    """AdamW, warm-up, schedule and batch."""
+
+    learning_rate: float = key(6e-4, "peak learning rate", gt=0)
+    warmup_ratio: float = key(0.04, "share of the steps that warm up", ge=0, le=1)
+    warmup_offset: Literal[0, 1] = key(1, "1: the first step uses 1/warm of the rate, 0: it uses zero")
+    schedule: Literal["cosine", "constant"] = key("cosine", "after the warm-up")
+    clip_norm: float = key(1.0, "largest global gradient norm", gt=0)
+    b1: float = key(0.9, "decay of the first moment", ge=0, lt=1)
+    b2: float = key(0.999, "decay of the second moment", ge=0, lt=1)
+    eps: float = key(1e-8, "AdamW epsilon", gt=0)
+    weight_decay: float = key(0.0, "decoupled weight decay", ge=0)
+    batch_size: int = key(4, "sequences of a micro-step; a step has batch_size x accumulation of them", ge=1)
+    accumulation: int = key(1, "micro-steps of a step", ge=1)
+
+
+class RunSection(Section):
+    """Length, directory, saving and logging of a run."""
+
+    directory: str = required("run directory: checkpoints, logs, resolved config", min_length=1)
+    steps: int | None = key(None, "optimizer steps; the first limit that is reached ends the run", ge=1)
+    epochs: int | None = key(None, "passes over the data", ge=1)
+    seconds: float | None = key(None, "wall-clock budget of the training loop", gt=0)
+    seed: int = key(42, "seed of initialisation, order and anchors", ge=0)
+    fresh: bool = key(False, "start anew although the directory holds a run")
+    checkpoint_every: int = key(200, "steps between checkpoints; 0 saves only at the end", ge=0)
+    keep: int = key(3, "checkpoints kept", ge=1)
+    log_every: int = key(10, "steps between log lines", ge=1)
+    export: str | None = key(None, "folder the drafter is exported to at the end", min_length=1)
+    tensorboard: bool = key(True, "write TensorBoard events beside the JSONL")
+    eval_every: int = key(0, "steps between evaluations of tau; 0 has none", ge=0)
+    eval_prompts: str | None = key(None, "JSONL of prompts for the evaluation", min_length=1)
+    eval_new_tokens: int = key(64, "new tokens of an evaluation prompt", ge=1)
+
+
+class TrainConfig(Section):
+    """A training run."""
+
+    version: Literal[1] = key(FORMAT_VERSION, "format version of this file")
+    target: TargetSection
+    drafter: DrafterSection
+    objective: ObjectiveSection
+    data: DataSection
+    optimizer: OptimizerSection
+    run: RunSection
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, data: Any) -> Any:
+        return rules.fill_train(data)
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainConfig:
+        rules.check_train(self)
+        return self

@@ -1,0 +1,1 @@
+"""Measurements: tau and acceptance of a drafter on prompts, and conformance with reference vectors."""

@@ -1,0 +1,72 @@
+"""What every training kind does: a batch with the anchors given, the drafter's own loss, its gradients and its trace."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxspec.drafters.base import Batch, Terms
+from jaxspec.evaluation.conformance.cases import Case, Tensors
+from jaxspec.evaluation.conformance.material import draft_of, shared_of
+from jaxspec.models.layers import flatten
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One training step of a case: the drafter as configured, its terms, loss, gradients by tensor name, and trace."""
+
+    drafter: Any
+    params: Any
+    batch: Batch
+    terms: Terms
+    loss: Float[Array, ""]
+    gradients: Tensors
+    trace: dict[str, Array]
+
+
+def batch_of(case: Case, features: str, teacher: str = "target_last_hidden_states") -> Batch:
+    """The case's sequences with its anchors in place of the sampler's."""
+    last = case.inputs.get(teacher)
+    return Batch(
+        input_ids=jnp.asarray(case.input("input_ids"), jnp.int32),
+        loss_mask=jnp.asarray(case.input("loss_mask") > 0.5),
+        features=jnp.asarray(case.input(features)),
+        anchors=jnp.asarray(case.input("anchor_positions"), jnp.int32),
+        keep=jnp.asarray(case.input("block_keep_mask").astype(bool)),
+        teacher_hidden=None if last is None else jnp.asarray(last),
+    )
+
+
+def train_step(case: Case, batch: Batch, **objective: Any) -> Step:
+    """Loss, gradients and trace of one batch; `objective` replaces fields of the drafter's objective config."""
+    draft, shared = draft_of(case), shared_of(case)
+    config = dataclasses.replace(draft.drafter.objective_config, **objective)
+    drafter = dataclasses.replace(draft.drafter, objective_config=config)
+
+    def scalar(params: Any) -> tuple[Array, Terms]:
+        terms = drafter.loss(params, shared, batch, jax.random.key(0))
+        return drafter.objective(terms), terms
+
+    @jax.jit
+    def step(params: Any) -> tuple[Any, ...]:
+        return jax.value_and_grad(scalar, has_aux=True)(params), drafter.trace(params, shared, batch)
+
+    ((loss, terms), gradients), trace = step(draft.params)
+    return Step(drafter, draft.params, batch, terms, loss, flatten(gradients), trace)
+
+
+def gradients(step: Step) -> Tensors:
+    """Gradients under the names of the cases."""
+    return {f"grad.{name}": value for name, value in step.gradients.items()}
+
+
+def metrics(terms: Terms, names: dict[str, str]) -> Tensors:
+    """`metric.<name>.num` and `.den` of the given entries of the terms."""
+    found: Tensors = {}
+    for name, entry in names.items():
+        found[f"metric.{name}.num"], found[f"metric.{name}.den"] = terms[entry]
+    return found

@@ -1,0 +1,281 @@
+"""Talking to a server: the Client class and the command `jaxspec client`.
+
+    with Client("127.0.0.1:50051") as client:
+        for response in client.generate("Why is the sky blue?", max_new_tokens=64):
+            print(response.text, end="")
+
+`generate` streams, `complete` collects. This module needs neither jax nor the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+from google.protobuf.json_format import MessageToDict
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from jaxspec.errors import JaxspecError, RequestError, ServerError, problem
+from jaxspec.serving.protos.jaxspec.v1 import jaxspec_pb2 as pb
+from jaxspec.serving.protos.jaxspec.v1 import jaxspec_pb2_grpc as pb_grpc
+
+__all__ = ["Answer", "Client", "add_arguments", "main"]
+
+_FORMAT_VERSION = 1
+_OPTIONS = (
+    # A long prefill sends nothing: pings keep routers from dropping the quiet connection (gRPC allows one each 10 s).
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+)
+_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "max_new_tokens", "stop_token_ids", "ignore_eos")
+
+Prompt = Any  # str | Sequence[int] | Sequence[Mapping[str, str]], told apart at run time
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A whole answer; `usage` has the fields of the Usage message."""
+
+    request_id: str
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    usage: dict[str, Any]
+
+
+class Client:
+    """One connection, usable from several threads. Raises RequestError for a refused request, ServerError otherwise."""
+
+    def __init__(self, address: str):
+        self.address = address
+        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+        self._generation = pb_grpc.GenerationStub(self._channel)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def generate(
+        self, prompt: Prompt, *, request_id: str = "", timeout: float | None = None, **sampling: Any
+    ) -> Iterator[pb.GenerateResponse]:
+        """Streams the answer to a text, a list of token ids or a list of {"role", "content"} messages.
+
+        `sampling` are fields of the SamplingParameters message; None leaves the server's default. `timeout` in seconds.
+        Leaving the iteration cancels the request.
+        """
+        call = self._generation.Generate(_request(prompt, request_id, sampling), timeout=timeout)
+        try:
+            yield from call
+        except grpc.RpcError as error:
+            raise _readable(error, self.address) from error
+        finally:
+            call.cancel()
+
+    def complete(self, prompt: Prompt, **options: Any) -> Answer:
+        """`generate`, collected."""
+        ids: list[int] = []
+        text: list[str] = []
+        response = None
+        for response in self.generate(prompt, **options):
+            ids.extend(response.token_ids)
+            text.append(response.text)
+        if response is None or response.finish_reason not in _REASONS:
+            raise ServerError(f"the server at {self.address} ended the answer without a finish_reason")
+        usage = {field.name: getattr(response.usage, field.name) for field in pb.Usage.DESCRIPTOR.fields}
+        return Answer(response.request_id, ids, "".join(text), _REASONS[response.finish_reason], usage)
+
+    def info(self, timeout: float | None = 10.0) -> pb.ModelInfo:
+        """What is being served."""
+        try:
+            request = pb.GetModelInfoRequest(format_version=_FORMAT_VERSION)
+            return self._generation.GetModelInfo(request, timeout=timeout)
+        except grpc.RpcError as error:
+            raise _readable(error, self.address) from error
+
+    def wait_ready(self, timeout: float) -> None:
+        """Returns once the server is SERVING; ServerError after `timeout` seconds. Waits for a server yet to start."""
+        watch = health_pb2_grpc.HealthStub(self._channel).Watch(
+            health_pb2.HealthCheckRequest(), timeout=timeout, wait_for_ready=True
+        )
+        try:
+            for response in watch:
+                if response.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+            raise ServerError(f"the server at {self.address} went away before it was serving")
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise ServerError(f"the server at {self.address} is not serving after {timeout:g} s") from error
+            raise _readable(error, self.address) from error
+        finally:
+            watch.cancel()
+
+
+def _request(prompt: Prompt, request_id: str, sampling: Mapping[str, Any]) -> pb.GenerateRequest:
+    request = pb.GenerateRequest(format_version=_FORMAT_VERSION, request_id=request_id)
+    try:
+        if isinstance(prompt, str):
+            request.text = prompt
+        elif len(prompt) and isinstance(prompt[0], Mapping):
+            request.messages.CopyFrom(pb.Chat(messages=[pb.ChatMessage(**dict(message)) for message in prompt]))
+        else:
+            request.token_ids.CopyFrom(pb.TokenIds(ids=[int(token) for token in prompt]))
+        given = {name: value for name, value in sampling.items() if value is not None}
+        request.sampling.CopyFrom(pb.SamplingParameters(**given))
+    except (TypeError, ValueError) as error:
+        raise RequestError(problem("request", action=f"it does not fit the wire format: {error}")) from error
+    return request
+
+
+def _readable(error: grpc.RpcError, address: str) -> JaxspecError:
+    code, details = error.code(), " ".join((error.details() or "").split())
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        return RequestError(details)
+    if code is grpc.StatusCode.UNAVAILABLE and "connect" in details.lower():
+        return ServerError(f"no server at {address} ({details}); start one with serve.py or pass --address host:port")
+    return ServerError(f"{code.name}: {details}")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `jaxspec client`."""
+    parser.description = "Send prompts to a running server and print what it answers."
+    parser.add_argument("--address", default="127.0.0.1:50051", help="host:port of the server (default %(default)s)")
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("prompt", nargs="?", help="the prompt, as plain text")
+    prompt.add_argument("--chat", metavar="TEXT", help="the prompt as a user's turn, in the target's chat template")
+    prompt.add_argument("--ids", metavar="1,2,3", help="the prompt as token ids")
+    each = 'one object a line: "prompt", "messages" or "token_ids", and if wanted "id" and "sampling" {...}'
+    prompt.add_argument("--file", type=Path, metavar="JSONL", help=each)
+    prompt.add_argument("--info", action="store_true", help="print what is being served")
+    parser.add_argument("--system", metavar="TEXT", help="a system turn before --chat")
+    parser.add_argument("--concurrency", type=int, default=1, metavar="N", help="calls at a time with --file (1)")
+    parser.add_argument("--timeout", type=float, metavar="S", help="deadline of each call in seconds (default none)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object: ids, text, reason, usage")
+    sampling = parser.add_argument_group("sampling (the server's defaults when left out)")
+    for name, kind in (("temperature", float), ("top-k", int), ("top-p", float), ("min-p", float), ("seed", int)):
+        sampling.add_argument(f"--{name}", type=kind, metavar=kind.__name__.upper())
+    sampling.add_argument("--max-new-tokens", type=int, metavar="INT")
+    sampling.add_argument("--stop-token-ids", metavar="1,2", help="ids that end the answer")
+    sampling.add_argument("--ignore-eos", action="store_true", default=None, help="go on after an end-of-sequence id")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs `jaxspec client`: 0, 2 with one line on stderr for an error, 130 after Ctrl-C."""
+    try:
+        with Client(args.address) as client:
+            if args.info:
+                return _print_info(client, args)
+            if args.file is not None:
+                return _print_file(client, args)
+            return _print_answer(client, args)
+    except JaxspecError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _print_info(client: Client, args: argparse.Namespace) -> int:
+    info = MessageToDict(client.info(args.timeout or 10.0), preserving_proto_field_name=True)
+    if args.json:
+        print(json.dumps(info))
+    else:
+        for name, value in info.items():
+            print(f"{name}: {value}")
+    return 0
+
+
+def _print_answer(client: Client, args: argparse.Namespace) -> int:
+    prompt: Prompt
+    if args.chat is not None:
+        system = [] if args.system is None else [{"role": "system", "content": args.system}]
+        prompt = [*system, {"role": "user", "content": args.chat}]
+    elif args.ids is not None:
+        prompt = _ids("--ids", args.ids)
+    else:
+        prompt = args.prompt
+    options = {"timeout": args.timeout, **_sampling(args)}
+    if args.json:
+        print(json.dumps(asdict(client.complete(prompt, **options)), ensure_ascii=False))
+        return 0
+    ids: list[int] = []
+    text = False
+    for response in client.generate(prompt, **options):
+        ids.extend(response.token_ids)
+        text |= bool(response.text)
+        print(response.text, end="", flush=True)
+    # A target without a tokenizer has no text to show.
+    print("" if text else " ".join(map(str, ids)))
+    return 0
+
+
+def _print_file(client: Client, args: argparse.Namespace) -> int:
+    """One JSON line an input line, in their order; a line that fails has "error" and the exit status is 2.
+
+    Input keys other than the prompt, "id" and "sampling" are notes on it (a reference, a licence) and stay unread.
+    """
+    if args.concurrency < 1:
+        raise RequestError(problem("--concurrency", args.concurrency, "at least 1"))
+    try:
+        lines = args.file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(problem("--file", str(args.file), "a readable JSONL file", str(error))) from error
+    jobs = [_job(args.file, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    defaults = _sampling(args)
+
+    def answer(job: dict[str, Any]) -> dict[str, Any]:
+        label = {} if job["id"] is None else {"id": job["id"]}
+        try:
+            done = client.complete(job["input"], timeout=args.timeout, **{**defaults, **job["sampling"]})
+        except JaxspecError as error:
+            return {**label, "error": str(error)}
+        return {**label, **asdict(done)}
+
+    failed = False
+    with ThreadPoolExecutor(args.concurrency) as pool:
+        for result in pool.map(answer, jobs):
+            failed |= "error" in result
+            print(json.dumps(result, ensure_ascii=False), flush=True)
+    return 2 if failed else 0
+
+
+def _job(path: Path, number: int, line: str) -> dict[str, Any]:
+    where = f"{path}, line {number}"
+    try:
+        job = json.loads(line)
+    except ValueError as error:
+        raise RequestError(problem(where, action=f"not JSON: {error}")) from error
+    prompts = [name for name in ("prompt", "messages", "token_ids") if isinstance(job, dict) and name in job]
+    if len(prompts) != 1:
+        raise RequestError(problem(where, prompts, 'an object with one of "prompt", "messages", "token_ids"'))
+    sampling = job.get("sampling", {})
+    if not isinstance(sampling, dict) or set(sampling) - set(_SAMPLING):
+        expected = f"an object with keys out of {', '.join(_SAMPLING)}"
+        raise RequestError(problem(f"{where}, sampling", sampling, expected))
+    return {"id": job.get("id"), "input": job[prompts[0]], "sampling": sampling}
+
+
+def _sampling(args: argparse.Namespace) -> dict[str, Any]:
+    given = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
+    if "stop_token_ids" in given:
+        given["stop_token_ids"] = _ids("--stop-token-ids", given["stop_token_ids"])
+    return given
+
+
+def _ids(option: str, text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        raise RequestError(problem(option, text, "integers separated by commas")) from None

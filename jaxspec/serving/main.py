@@ -1,0 +1,165 @@
+"""`serve.py`: from a config to a running server."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from jaxspec.config import ServeConfig, render
+from jaxspec.errors import ConfigError, problem
+from jaxspec.serving.facts import Facts, Loaded
+from jaxspec.serving.progress import Stages
+from jaxspec.serving.server import Server
+from jaxspec.serving.text import TokenizerCodec
+
+__all__ = ["QUICKSTART_DRAFTER", "load", "run"]
+
+# Where configs/quickstart.yaml exports what it trains. Only this path may be absent: another one is somebody's drafter.
+QUICKSTART_DRAFTER = "out/quickstart/drafter"
+_TRAIN = "python train.py --config configs/quickstart.yaml"
+
+
+def run(config: ServeConfig) -> int:
+    """Serves until SIGTERM or SIGINT. Returns 0 after a clean end, 1 when the runner broke.
+
+    Raises what loading and binding raise: CheckpointError, ConfigError, HubError, ServerError.
+    """
+    say(render(config).rstrip())
+    server = Server(
+        lambda check: load(config, check),
+        host=config.server.host,
+        port=config.server.port,
+        max_queue=config.server.max_queue,
+        drain_seconds=config.server.drain_seconds,
+        say=say,
+    )
+    return asyncio.run(_until_signalled(server))
+
+
+def say(line: str) -> None:
+    """A line for the operator, at once even through a pipe."""
+    print(line, flush=True)
+
+
+async def _until_signalled(server: Server) -> int:
+    if threading.current_thread() is not threading.main_thread():
+        return await server.run()  # signals belong to whoever owns the main thread
+    previous: dict[int, Any] = {}
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        server.stop()
+        signal.signal(number, previous[number])  # a second one ends the process at once
+
+    for number in (int(signal.SIGTERM), int(signal.SIGINT)):
+        previous[number] = signal.signal(number, stop)
+    try:
+        return await server.run()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def load(config: ServeConfig, check: Callable[[], None], stages: Stages | None = None) -> Loaded:
+    """Loads target and drafter and compiles the runner's executables, on the thread that will own them.
+
+    `check` is called between the stages and may raise to leave.
+    """
+    from jaxspec.checkpoints.hub import locate
+
+    source = choose_drafter(config.drafter)
+    if source is not None:
+        locate(source)  # a wrong path should not wait for the target
+    from jaxspec.checkpoints.drafter import load_drafter
+    from jaxspec.checkpoints.target import load_target
+    from jaxspec.decoding.runner import SlotRunner
+
+    _use_compilation_cache(config.compilation_cache)
+    with stages or Stages(3 if source is None else 4) as progress:
+        with progress.stage("loading the target"):
+            target = load_target(config.target.source, dtype=config.target.dtype)
+            codec = _codec(target.directory)
+        check()
+        draft = None
+        if source is not None:
+            with progress.stage("loading the drafter"):
+                draft = _with_sampling(load_drafter(source, target), config.engine.draft_sampling)
+            check()
+        engine = config.engine
+        runner = SlotRunner(
+            target,
+            draft,
+            num_slots=engine.num_slots,
+            max_context=engine.max_context,
+            prefill_chunk=engine.prefill_chunk,
+            page_size=engine.page_size,
+            acceptance=engine.acceptance,
+            num_proposals=engine.num_proposals,
+        )
+
+        def compiled(name: str, seconds: float) -> None:
+            progress.done(f"compiling {name}", seconds)
+            check()
+
+        progress.show("compiling")
+        runner.warm_up(compiled)
+    facts = Facts(
+        target=target.name,
+        drafter=source or "none",
+        method="none" if draft is None else draft.drafter.method,
+        vocab_size=runner.vocab_size,
+        max_context=runner.max_context,
+        slots=runner.num_slots,
+        num_proposals=runner.num_proposals,
+    )
+    return Loaded(runner, codec, facts)
+
+
+def choose_drafter(source: str | None) -> str | None:
+    """The drafter to load; None decodes plainly, as does a quickstart where nothing was trained yet (and says so)."""
+    if source is None or source.lower() == "none":
+        return None
+    if source == QUICKSTART_DRAFTER and not Path(source).exists():
+        say(f"no drafter in {source} yet: serving with drafter none; train one with `{_TRAIN}` and start again")
+        return None
+    return source
+
+
+def _codec(directory: Path | None) -> TokenizerCodec | None:
+    from jaxspec.checkpoints.tokenizer import load_tokenizer
+
+    if directory is None or not (Path(directory) / "tokenizer.json").exists():
+        say("the target has no tokenizer.json: serving token ids only")
+        return None
+    return TokenizerCodec(load_tokenizer(directory))
+
+
+def _with_sampling(draft: Any, draft_sampling: str | None) -> Any:
+    if draft_sampling is None:
+        return draft
+    if "draft_sampling" not in {field.name for field in dataclasses.fields(draft.drafter)}:
+        expected = f"null: a {draft.drafter.method} drafter has one way to draw"
+        raise ConfigError(problem("engine.draft_sampling", draft_sampling, expected))
+    return dataclasses.replace(draft, drafter=dataclasses.replace(draft.drafter, draft_sampling=draft_sampling))
+
+
+def _use_compilation_cache(folder: str | None) -> None:
+    """Keeps executables between starts, in ~/.cache/jaxspec/xla unless the config names a folder."""
+    import jax
+
+    from jaxspec.checkpoints.cache import cache_root
+
+    path = Path(folder).expanduser() if folder else cache_root() / "xla"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        expected = f"a folder that can be written ({error.strerror})"
+        raise ConfigError(problem("compilation_cache", str(path), expected, "choose another one")) from error
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)

@@ -1,0 +1,1 @@
+"""Generated from jaxspec.proto."""

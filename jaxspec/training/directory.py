@@ -1,0 +1,94 @@
+"""The run directory: whose it is, starting anew, the resolved config beside the results."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+from jaxspec.errors import ConfigError, problem
+
+__all__ = ["MARKER", "check", "prepare", "write_atomically"]
+
+MARKER = "jaxspec-run.json"
+_FORMAT = {"kind": "jaxspec training run", "version": 1}
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """A file that is either the old or the new text, whatever happens in between."""
+    temporary = path.with_name(path.name + ".part")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _is_ours(directory: Path) -> bool:
+    try:
+        return json.loads((directory / MARKER).read_text(encoding="utf-8")).get("kind") == _FORMAT["kind"]
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def check(directory: Path, fresh: bool) -> None:
+    """Whether `prepare` would succeed; touches nothing.
+
+    Raises:
+      ConfigError: the place, or the one that an earlier run would be moved to, holds something that is not a run.
+    """
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(problem("run.directory", f"{str(directory)!r} is a file", "a folder or nothing"))
+    if not _holds_files(directory):
+        return
+    if not _is_ours(directory):
+        raise ConfigError(
+            problem(
+                "run.directory",
+                f"{str(directory)!r} holds files but no {MARKER}",
+                "an empty folder, nothing, or an earlier run",
+                "choose another run.directory",
+            )
+        )
+    aside = _aside(directory)
+    if fresh and aside.exists() and not _is_ours(aside):
+        raise ConfigError(
+            problem(
+                "run.fresh",
+                f"{str(aside)!r}, which is in the way and is not a run",
+                "a free name",
+                "move it away, or choose another run.directory",
+            )
+        )
+
+
+def prepare(directory: Path, fresh: bool) -> Path | None:
+    """Make `directory` a run directory.
+
+    With `fresh` an earlier run in it is moved aside to NAME.previous (the one kept from the time before is deleted
+    first).
+
+    Returns:
+      where the earlier run was moved to, or None.
+
+    Raises:
+      ConfigError: see `check`; nothing was touched.
+    """
+    check(directory, fresh)
+    moved = None
+    if fresh and _holds_files(directory):
+        moved = _aside(directory)
+        if moved.exists():
+            shutil.rmtree(moved)
+        directory.rename(moved)
+    directory.mkdir(parents=True, exist_ok=True)
+    write_atomically(directory / MARKER, json.dumps(_FORMAT) + "\n")
+    return moved
+
+
+def _holds_files(directory: Path) -> bool:
+    return directory.is_dir() and any(directory.iterdir())
+
+
+def _aside(directory: Path) -> Path:
+    """Where a run is moved to; `absolute` so that "." has a name."""
+    whole = directory.absolute()
+    return whole.with_name(whole.name + ".previous")

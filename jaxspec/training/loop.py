@@ -1,0 +1,144 @@
+"""The training loop: takes batches, runs the compiled step, logs, saves, evaluates, stops.
+
+The device is never more than one step behind: the loop waits for step n - 1 after it has launched step n, so the
+host's work hides behind the device's and a time budget is kept to within a step. Nothing moves between host and
+device unless the code says so (transfer guard), and nothing compiles (the step was compiled before).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxspec.config import RunSection
+from jaxspec.errors import JaxspecError, problem
+from jaxspec.training.checkpoint import Checkpoints
+from jaxspec.training.metrics import MetricsWriter, Window
+from jaxspec.training.pipeline import BATCH_FIELDS, Batches
+from jaxspec.training.progress import Reporter
+from jaxspec.training.signals import StopRequest
+from jaxspec.training.state import Placement, TrainState
+from jaxspec.training.step import Frozen
+
+__all__ = ["Loop", "Outcome", "TrainingError"]
+
+Step = Callable[[TrainState, Frozen, dict[str, jax.Array]], tuple[TrainState, dict[str, Any]]]
+
+
+class TrainingError(JaxspecError):
+    """Training cannot sensibly go on."""
+
+
+@dataclasses.dataclass
+class Outcome:
+    """reason: "steps", "seconds" or the name of a signal; seconds and tokens of the whole run, earlier processes
+    included."""
+
+    state: TrainState
+    step: int
+    reason: str
+    seconds: float
+    tokens: int
+    last: dict[str, float]
+
+
+@dataclasses.dataclass
+class Loop:
+    """Everything the loop needs besides its state.
+
+    step: compiled; total_steps: None when only time limits the run; meta: the constant JSON part of every checkpoint;
+    evaluate: parameters -> numbers, or None.
+    """
+
+    config: RunSection
+    step: Step
+    frozen: Frozen
+    placement: Placement
+    batches: Batches
+    checkpoints: Checkpoints
+    writer: MetricsWriter
+    reporter: Reporter
+    stop: StopRequest
+    total_steps: int | None
+    meta: dict[str, Any]
+    evaluate: Callable[[Any], dict[str, float]] | None = None
+
+    def run(self, state: TrainState, step: int, seconds: float, tokens: int) -> Outcome:
+        """Train from `step` (so many steps, seconds and tokens were done before) to a limit or a signal, then save."""
+        window, previous, last = Window(), None, {}
+        self._begin, self._before, self._nonfinite = time.perf_counter(), seconds, int(jax.device_get(state.nonfinite))
+        self.reporter.start(step, self.total_steps)
+        try:
+            while (reason := self._ends(step)) is None:
+                started = time.perf_counter()
+                host = next(self.batches)
+                waited = time.perf_counter() - started
+                count = int(host["lengths"].sum())
+                with jax.transfer_guard("disallow"):
+                    batch = self.placement.put_batch({name: host[name] for name in BATCH_FIELDS})
+                    state, metrics = self.step(state, self.frozen, batch)
+                if previous is not None:
+                    jax.block_until_ready(previous)
+                previous = metrics["loss"]
+                step, tokens = step + 1, tokens + count
+                window.add(metrics, count, waited)
+                self.reporter.advance(step)
+                if step % self.config.log_every == 0:
+                    last = self._log(window, step)
+                if self.config.eval_every and step % self.config.eval_every == 0:
+                    window.pause(self._evaluate(state, step))
+                if self.config.checkpoint_every and step % self.config.checkpoint_every == 0:
+                    self._save(state, step, tokens)
+            jax.block_until_ready(state)
+            if len(window):
+                last = self._log(window, step)
+            self._save(state, step, tokens)
+            self.checkpoints.wait()
+        finally:
+            self.reporter.stop()
+        return Outcome(state, step, reason, self.seconds(), tokens, last)
+
+    def seconds(self) -> float:
+        """Wall-clock time of the loop, earlier processes included."""
+        return self._before + time.perf_counter() - self._begin
+
+    def _ends(self, step: int) -> str | None:
+        if self.stop.name is not None:
+            return self.stop.name
+        if self.total_steps is not None and step >= self.total_steps:
+            return "steps"
+        return "seconds" if self.config.seconds is not None and self.seconds() >= self.config.seconds else None
+
+    def _log(self, window: Window, step: int) -> dict[str, float]:
+        count = len(window)
+        numbers = window.read()
+        self.writer.write(step, numbers)
+        self.reporter.log(step, numbers)
+        bad, self._nonfinite = int(numbers["nonfinite_steps"]) - self._nonfinite, int(numbers["nonfinite_steps"])
+        if bad >= max(count, 2):
+            raise TrainingError(
+                problem(
+                    "optimizer.learning_rate",
+                    f"gradients that are no numbers in all {bad} steps up to step {step}",
+                    "finite gradients",
+                    "lower the rate; the parameters were left as they were before these steps",
+                )
+            )
+        return numbers
+
+    def _save(self, state: TrainState, step: int, tokens: int) -> None:
+        moving = {"step": step, "seconds": self.seconds(), "tokens": tokens, "input": self.batches.get_state()}
+        self.checkpoints.save(step, state, self.meta | moving)
+
+    def _evaluate(self, state: TrainState, step: int) -> float:
+        if self.evaluate is None:
+            return 0.0
+        started = time.perf_counter()
+        numbers = {f"eval/{name}": float(value) for name, value in self.evaluate(state.params).items()}
+        self.writer.write(step, numbers)
+        self.reporter.say(f"step {step}  " + "  ".join(f"{name} {value:.4g}" for name, value in numbers.items()))
+        return time.perf_counter() - started

@@ -1,0 +1,256 @@
+"""A training run from its config: load, build, resume or begin, train, export. `train.py` calls `run`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.checkpoints.drafter import Draft, load_drafter, save_drafter
+from jaxspec.checkpoints.target import Target, load_target
+from jaxspec.checkpoints.tokenizer import load_tokenizer
+from jaxspec.config import TrainConfig, render
+from jaxspec.drafters.base import Shared
+from jaxspec.errors import DataError, ResumeError, problem
+from jaxspec.models.layers import stack_layers
+from jaxspec.training import directory as run_directory
+from jaxspec.training import fingerprint as fp
+from jaxspec.training import optimizer as opt
+from jaxspec.training.build import check_method, fresh_drafter, initial_params, with_objective
+from jaxspec.training.checkpoint import Checkpoints
+from jaxspec.training.data import Examples, load_examples
+from jaxspec.training.loop import Loop, Outcome
+from jaxspec.training.metrics import MetricsWriter
+from jaxspec.training.pipeline import BATCH_FIELDS, Batches, padded_length, steps_per_epochs
+from jaxspec.training.progress import Reporter
+from jaxspec.training.signals import StopRequest, stop_requests
+from jaxspec.training.state import Placement, abstract, create
+from jaxspec.training.step import Frozen, StepSpec, compile_step
+
+__all__ = ["Evaluate", "run"]
+
+META_VERSION = 1
+Evaluate = Callable[[Target, Any, Shared], Callable[[Any], dict[str, float]]]
+
+
+@dataclasses.dataclass
+class _Run:
+    """What the stages of a run hand to each other. `target.params` is the stacked form."""
+
+    config: TrainConfig
+    target: Target
+    draft: Draft
+    examples: Examples
+    seq_len: int
+    total_steps: int | None
+    fingerprint: dict[str, Any]
+    spec: StepSpec
+    reporter: Reporter
+
+
+def run(
+    config: TrainConfig,
+    *,
+    target: Target | None = None,
+    evaluate: Evaluate | None = None,
+    reporter: Reporter | None = None,
+    devices: Sequence[jax.Device] | None = None,
+) -> dict[str, Any]:
+    """Train a drafter; the same call again goes on where the last one stopped.
+
+    Args:
+      config: see `jaxspec.config.TrainConfig`. `run.seconds` ends a run early; a schedule needs `run.steps` or
+      `run.epochs`.
+      target: loaded already (its parameters as a list of layers); loaded from `target.source` when None.
+      evaluate: called once as evaluate(target, drafter, shared); what it returns is called with the drafter's float32
+        parameters every `run.eval_every` steps and gives numbers for the log. It must not keep the parameters.
+      reporter: prints; a bar on a terminal, lines elsewhere, when None.
+      devices: the batch is split over them, everything else is on each; the first device when None.
+
+    Returns:
+      report: status ("finished", "stopped" or "already finished"), reason, step, resumed_from, seconds, tokens, export,
+      metrics. It is also in DIRECTORY/report.json.
+
+    Raises:
+      ConfigError, DataError, CheckpointError, HubError, ResumeError: see jaxspec.errors; nothing was written for the
+      first four unless the run had begun.
+    """
+    reporter = reporter or Reporter()
+    with stop_requests() as stop:
+        place = Path(config.run.directory)
+        run_directory.check(place, config.run.fresh)
+        prepared = _prepare(config, target, reporter)
+        moved = run_directory.prepare(place, config.run.fresh)
+        if moved is not None:
+            reporter.say(f"run.fresh: the earlier run was moved to {moved}")
+        reporter.say("resolved config:\n" + render(config))
+        checkpoints = Checkpoints(place / "checkpoints", config.run.keep)
+        try:
+            report = _train(prepared, checkpoints, evaluate, stop, Placement.of(devices))
+        finally:
+            checkpoints.close()
+        run_directory.write_atomically(place / "report.json", json.dumps(report, indent=1) + "\n")
+        return report
+
+
+def _prepare(config: TrainConfig, target: Target | None, reporter: Reporter) -> _Run:
+    """Everything that can be wrong with the inputs, before anything is written."""
+    target = target or load_target(config.target.source, config.target.dtype)
+    if config.drafter.source is None:
+        draft = Draft(fresh_drafter(config, target.config), None)
+    else:
+        draft = load_drafter(config.drafter.source, target, "float32")
+        check_method(config, draft.drafter)
+        draft = dataclasses.replace(draft, drafter=with_objective(draft.drafter, config.objective))
+        reporter.say(f"drafter: weights and architecture from {draft.source}, training from its parameters")
+    target.model.check_taps(draft.drafter.taps)
+    data, loaded = config.data, target
+    examples = load_examples(
+        data.path,
+        tokenizer=lambda: _tokenizer(loaded),
+        template=data.template,
+        max_length=data.max_length,
+        min_loss_tokens=data.min_loss_tokens,
+        max_empty_fraction=data.max_empty_fraction,
+        vocab_size=target.config.vocab_size,
+    )
+    reporter.say(examples.statistics.line())
+    rows = config.optimizer.batch_size * config.optimizer.accumulation
+    limits = [config.run.steps, config.run.epochs and steps_per_epochs(len(examples), config.run.epochs, rows)]
+    total = min((limit for limit in limits if limit), default=None)
+    spec = StepSpec(
+        model=target.model,
+        drafter=draft.drafter,
+        optimizer=opt.build(config.optimizer),
+        learning_rate=opt.schedule(config.optimizer, total),
+        num_anchors=data.num_anchors,
+        anchor_rule=data.anchor_rule,
+        block_size=draft.drafter.config.block_size,
+        dtype=jnp.dtype(config.drafter.dtype),
+    )
+    identity = f"{target.name} {target.revision}"
+    marks = fp.fingerprint(config, examples, draft.drafter.to_hf(), identity, total)
+    # one copy of the weights: the stacked form replaces the list of layers
+    target = dataclasses.replace(target, params=stack_layers(target.params))
+    return _Run(config, target, draft, examples, padded_length(examples, data.max_length), total, marks, spec, reporter)
+
+
+def _tokenizer(target: Target) -> Any:
+    if target.directory is None:
+        raise DataError(problem("data.path", "conversations, and a target without a tokenizer", "an .npz token file"))
+    return load_tokenizer(target.directory)
+
+
+def _train(
+    run: _Run, checkpoints: Checkpoints, evaluate: Evaluate | None, stop: StopRequest, placement: Placement
+) -> dict[str, Any]:
+    config, reporter, place = run.config, run.reporter, Path(run.config.run.directory)
+    key = jax.random.key(config.run.seed)
+    batches = Batches(
+        run.examples, seq_len=run.seq_len, batch_size=config.optimizer.batch_size,
+        accumulation=config.optimizer.accumulation, seed=config.run.seed, shuffle=config.data.shuffle,
+    )  # fmt: skip
+    step = checkpoints.latest()
+    before: dict[str, Any] = {"seconds": 0.0, "tokens": 0}
+    if step is not None:
+        before = _resumable(checkpoints.meta(step), run, place)
+        batches.set_state(before["input"])
+    params = run.draft.params if run.draft.params is not None else initial_params(run.draft.drafter, key, jnp.float32)
+    state = jax.device_put(create(params, run.spec.optimizer, key), placement.replicated)
+    if step is not None:
+        state = checkpoints.restore(step, abstract(state), placement.replicated)
+    goal = f" of {run.total_steps}" if run.total_steps else ""
+    origin = "starting at step 0" if step is None else f"resuming from the checkpoint at step {step}"
+    reporter.say(f"{origin}{goal} in {place}")
+    run_directory.write_atomically(place / "config.yaml", render(config))
+    shared = run.draft.shared(run.target)
+    if step is not None and _is_finished(step, before["seconds"], run):
+        reporter.say(f"this run is finished (step {step}); set run.fresh=true to start anew or raise its limit")
+        outcome = Outcome(state, step, "already finished", before["seconds"], before["tokens"], {})
+    else:
+        outcome = _loop(run, state, step or 0, before, batches, checkpoints, shared, evaluate, stop, placement)
+    finished = outcome.reason in ("steps", "seconds", "already finished")
+    exported = _export(run, outcome) if finished else None
+    status = "already finished" if outcome.reason == "already finished" else "finished" if finished else "stopped"
+    if status == "stopped":
+        reporter.say(f"stopped by {outcome.reason} at step {outcome.step}, saved; the same command goes on from there")
+    return {
+        "version": META_VERSION,
+        "status": status,
+        "reason": outcome.reason,
+        "step": outcome.step,
+        "resumed_from": step,
+        "seconds": outcome.seconds,
+        "tokens": outcome.tokens,
+        "skipped_steps": int(jax.device_get(outcome.state.skipped)),
+        "sequence_length": run.seq_len,
+        "data": dataclasses.asdict(run.examples.statistics),
+        "export": None if exported is None else str(exported),
+        "metrics": outcome.last,
+    }
+
+
+def _resumable(meta: dict[str, Any], run: _Run, place: Path) -> dict[str, Any]:
+    if meta.get("version") != META_VERSION:
+        raise ResumeError(
+            problem(
+                f"run.directory {place}",
+                f"checkpoint format {meta.get('version')!r}",
+                f"{META_VERSION}",
+                "use the release that wrote it, or run.fresh=true",
+            )
+        )
+    fp.check(meta["fingerprint"], json.loads(json.dumps(run.fingerprint)), str(place))
+    return meta
+
+
+def _is_finished(step: int, seconds: float, run: _Run) -> bool:
+    limit = run.config.run.seconds
+    return (run.total_steps is not None and step >= run.total_steps) or (limit is not None and seconds >= limit)
+
+
+def _loop(
+    run: _Run, state: Any, step: int, before: dict[str, Any], batches: Batches, checkpoints: Checkpoints, shared:
+    Shared,
+    evaluate: Evaluate | None, stop: StopRequest, placement: Placement,
+) -> Outcome:  # fmt: skip
+    config, place = run.config, Path(run.config.run.directory)
+    rows = (config.optimizer.accumulation, config.optimizer.batch_size)
+    frozen = jax.device_put(Frozen(run.target.params, shared), placement.replicated)
+    shapes = {"input_ids": (*rows, run.seq_len), "loss_mask": (*rows, run.seq_len), "example_ids": rows, "epochs": rows}
+    kinds = {name: jnp.bool_ if name == "loss_mask" else jnp.int32 for name in BATCH_FIELDS}
+    batch = {name: jax.ShapeDtypeStruct(shapes[name], kinds[name]) for name in BATCH_FIELDS}
+    started = time.perf_counter()
+    compiled = compile_step(run.spec, state, frozen, batch, placement)
+    run.reporter.say(
+        f"step compiled in {time.perf_counter() - started:.1f} s: {rows[0]} x {rows[1]} sequences of {run.seq_len}, "
+        f"{config.data.num_anchors} anchors each, on {placement.mesh.size} {placement.mesh.devices.flat[0].platform}"
+    )
+    writer = MetricsWriter(place, config.run.tensorboard, step)
+    hook = evaluate(run.target, run.draft.drafter, shared) if evaluate is not None and config.run.eval_every else None
+    loop = Loop(
+        config.run, compiled, frozen, placement, batches, checkpoints, writer, run.reporter, stop, run.total_steps,
+        {"version": META_VERSION, "fingerprint": run.fingerprint, "config": config.model_dump(mode="json")}, hook,
+    )  # fmt: skip
+    try:
+        return loop.run(state, step, before["seconds"], before["tokens"])
+    finally:
+        writer.close()
+
+
+def _export(run: _Run, outcome: Outcome) -> Path:
+    """Write the drafter in its public format; one that is there from an earlier end of this run stays."""
+    folder = Path(run.config.run.export or Path(run.config.run.directory) / "export")
+    if outcome.reason == "already finished" and (folder / "config.json").is_file():
+        run.reporter.say(f"drafter: {folder}")
+        return folder
+    draft = dataclasses.replace(run.draft, params=jax.device_get(outcome.state.params))
+    save_drafter(folder, draft, dtype=run.config.drafter.dtype)
+    run.reporter.say(f"drafter exported to {folder}")
+    return folder

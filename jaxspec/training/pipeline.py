@@ -1,0 +1,100 @@
+"""Grain input: shuffled by seed, repeated, batched and padded to one shape, with a position that can be saved.
+
+The position is one number, the index of the next micro-batch of the endless sequence; shuffling is a function of (seed,
+epoch), so a saved position brings back exactly what would have followed, in the middle of an epoch too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import grain
+import numpy as np
+
+from jaxspec.training.data import Examples
+
+__all__ = ["BATCH_FIELDS", "Batches", "padded_length", "steps_per_epochs"]
+
+BATCH_FIELDS = ("input_ids", "loss_mask", "example_ids", "epochs")
+_PAD_TO = 8
+
+
+def padded_length(examples: Examples, max_length: int) -> int:
+    """The one length S that every example is padded to: the longest example rounded up to 8, at most `max_length`."""
+    return min(max_length, -(-examples.longest // _PAD_TO) * _PAD_TO)
+
+
+def steps_per_epochs(num_examples: int, epochs: int, rows_per_step: int) -> int:
+    """Optimizer steps that pass `epochs` times through the data; the last one may hold padding rows."""
+    return math.ceil(num_examples * epochs / rows_per_step)
+
+
+class Batches:
+    """Iterator over the batches of optimizer steps.
+
+    Each is a dict of arrays: input_ids int32 [A, B, S], loss_mask bool [A, B, S], example_ids int32 [A, B], epochs
+    int32 [A, B] (these are BATCH_FIELDS, what the step takes) and lengths int32 [A, B], which counts the tokens that
+    are no padding. A is the number of micro-batches of a step. Padding rows (only the last batch of a finite run has
+    any) repeat id 0 with an all-false mask.
+
+    Args:
+      examples: source.
+      seq_len: S.
+      batch_size: B, sequences of a micro-batch.
+      accumulation: A.
+      seed: of the shuffling.
+      shuffle: False keeps the order of the file.
+      epochs: None repeats for ever.
+    """
+
+    def __init__(
+        self,
+        examples: Examples,
+        *,
+        seq_len: int,
+        batch_size: int,
+        accumulation: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        epochs: int | None = None,
+    ):
+        count = len(examples)
+        source = grain.MapDataset.source(examples)
+        if shuffle:
+            source = source.shuffle(seed=seed)  # `repeat` gives every epoch an order of its own
+        source = source.repeat(epochs).map_with_index(lambda index, example: {**example, "epoch": index // count})
+
+        def collate(rows: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
+            return _collate(rows, seq_len, batch_size, accumulation)
+
+        dataset = source.batch(batch_size * accumulation, drop_remainder=False, batch_fn=collate)
+        # in-memory rows: reader threads would cost more than they save
+        self._iterator = iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        return next(self._iterator)
+
+    def get_state(self) -> dict[str, Any]:
+        """JSON-able position: what has been handed out so far is not handed out again."""
+        return dict(self._iterator.get_state())
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go to a position that get_state gave."""
+        self._iterator.set_state(state)
+
+
+def _collate(rows: Sequence[dict[str, Any]], seq_len: int, batch_size: int, accumulation: int) -> dict[str, np.ndarray]:
+    total = batch_size * accumulation
+    ids, mask = np.zeros((total, seq_len), np.int32), np.zeros((total, seq_len), bool)
+    example_ids, epochs, lengths = (np.zeros(total, np.int32) for _ in range(3))
+    for place, row in enumerate(rows):
+        length = min(len(row["input_ids"]), seq_len)
+        ids[place, :length], mask[place, :length] = row["input_ids"][:length], row["loss_mask"][:length]
+        example_ids[place], epochs[place], lengths[place] = row["example_id"], row["epoch"], length
+    flat = dict(zip((*BATCH_FIELDS, "lengths"), (ids, mask, example_ids, epochs, lengths), strict=True))
+    return {name: array.reshape(accumulation, batch_size, *array.shape[1:]) for name, array in flat.items()}

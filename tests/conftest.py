@@ -1,0 +1,127 @@
+"""What every test gets: a CPU, full-precision products, warnings as errors, and the long checks kept apart.
+
+Three speeds. Unmarked tests are fast and run in `make check`. `ci` tests take more than a few seconds and run in
+`make test`. `slow("name", covers=(...))` tests run only under `make test-slow-name`; they are deselected, not skipped.
+"""
+
+from __future__ import annotations
+
+import os
+
+# Before any import of jax. A GPU is used only when asked for: JAX_PLATFORMS=cuda,cpu pytest -m gpu.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+
+import json
+import platform
+import subprocess
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", metavar="NAME", help="run only the long check NAME (`?` lists them)")
+    parser.addoption("--slow-result", metavar="FILE", help="where --slow writes its result (JSON)")
+
+
+def _slow_name(item: pytest.Item) -> str | None:
+    mark = item.get_closest_marker("slow")
+    if mark is None:
+        return None
+    if len(mark.args) != 1 or not isinstance(mark.args[0], str):
+        raise pytest.UsageError(f'{item.nodeid}: expected slow("name", covers=("path", ...)), found slow{mark.args}')
+    return mark.args[0]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    wanted = config.getoption("--slow")
+    names = {item: _slow_name(item) for item in items}
+    if wanted == "?":
+        known = sorted({name for name in names.values() if name})
+        print("\nlong checks: " + (", ".join(known) or "none"))
+        items[:] = []
+        return
+    if wanted and wanted not in names.values():
+        known = sorted({name for name in names.values() if name})
+        raise pytest.UsageError(
+            f"no test is marked slow({wanted!r}); expected one of: {', '.join(known) or 'none yet'}"
+        )
+    keep = [item for item in items if names[item] == wanted] if wanted else [i for i in items if names[i] is None]
+    dropped = [item for item in items if item not in set(keep)]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+    items[:] = keep
+    if "gpu" not in (config.getoption("-m") or ""):
+        no_gpu = pytest.mark.skip(
+            reason="needs a GPU; run with JAX_PLATFORMS=cuda,cpu and -m gpu on a machine that has one"
+        )
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(no_gpu)
+
+
+class _SlowReport:
+    """Collects what a long check recorded with `record_property("seed", 3)` or any other name and number."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.name, self.path = name, path
+        self.start = time.time()
+        self.covers: list[str] = []
+        self.tests: list[dict[str, Any]] = []
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        for item in session.items:
+            mark = item.get_closest_marker("slow")
+            self.covers += list(mark.kwargs.get("covers", ())) if mark else []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            self.tests.append({
+                "test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 2),
+                "recorded": [list(pair) for pair in report.user_properties],
+            })  # fmt: skip
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        recorded = [pair for test in self.tests for pair in test["recorded"]]
+        result = {
+            "name": self.name,
+            "outcome": "passed" if exitstatus == 0 else "failed",
+            "commit": _git("rev-parse", "HEAD"),
+            "uncommitted_changes": bool(_git("status", "--porcelain")),
+            "covers": sorted(set(self.covers)) or ["jaxspec", "pallas_kernels"],
+            "seeds": [value for key, value in recorded if key == "seed"],
+            "counts": {key: value for key, value in recorded if key != "seed"},
+            "seconds": round(time.time() - self.start, 1),
+            "python": platform.python_version(),
+            "jax": metadata.version("jax"),
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+            "tests": self.tests,
+        }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    name, path = config.getoption("--slow"), config.getoption("--slow-result")
+    if name and name != "?" and path:
+        config.pluginmanager.register(_SlowReport(name, Path(path)), "slow-report")
+
+
+@pytest.fixture
+def root() -> Path:
+    """The checkout's folder."""
+    return ROOT

@@ -1,0 +1,83 @@
+"""Runs the stages of `make test` one after the other, prints the seconds of each and ends with an honest exit code.
+
+A failed stage does not stop the later ones (one run shows everything that is wrong), except setup, which all need.
+Runs on the standard library alone: the first stage makes the environment that the others use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTHON, PYTHON312 = ".venv/bin/python", ".venv-3.12/bin/python"
+WORKERS = "2"
+
+
+@dataclass(frozen=True)
+class Stage:
+    name: str
+    command: tuple[str, ...]
+    limit: int
+    """Seconds after which the stage is stopped and counts as failed."""
+    needed: bool = False
+    only_if: str | None = None
+    """A path that must exist, or the stage is left out (and says so)."""
+
+
+def _pytest(python: str, *more: str) -> tuple[str, ...]:
+    return (python, "-m", "pytest", "-q", "-n", WORKERS, "--dist", "loadfile", *more)
+
+
+def stages() -> list[Stage]:
+    return [
+        Stage("setup", ("make", "--no-print-directory", "setup"), 540, needed=True),
+        Stage("setup-312", ("make", "--no-print-directory", "setup-312"), 480),
+        Stage("lint", ("make", "--no-print-directory", "lint"), 180),
+        Stage("tests", _pytest(PYTHON, "--durations=15"), 1080),
+        Stage("fast tests on 3.12", _pytest(PYTHON312, "-m", "not ci"), 420, only_if=".venv-3.12/.stamp-setup"),
+        Stage("slow results", (PYTHON, "tools/slow_results.py", "stale"), 60),
+    ]
+
+
+def run(stage: Stage) -> bool:
+    if stage.only_if and not (ROOT / stage.only_if).exists():
+        print(f"stage {stage.name}: left out, {stage.only_if} does not exist", flush=True)
+        return True
+    print(f"stage {stage.name}: {' '.join(stage.command)}", flush=True)
+    start = time.monotonic()
+    process = subprocess.Popen(stage.command, cwd=ROOT, stdin=subprocess.DEVNULL, start_new_session=True)
+    try:
+        code = process.wait(timeout=stage.limit)
+        outcome = "ok" if code == 0 else f"FAILED (exit {code})"
+    except subprocess.TimeoutExpired:
+        code, outcome = 1, f"FAILED (stopped after {stage.limit} s)"
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # the usual case: the whole group has ended by itself
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    print(f"stage {stage.name}: {time.monotonic() - start:.0f} s, {outcome}", flush=True)
+    return code == 0
+
+
+def main() -> int:
+    start, failed = time.monotonic(), []
+    for stage in stages():
+        if run(stage):
+            continue
+        failed.append(stage.name)
+        if stage.needed:
+            break
+    verdict = "all stages passed" if not failed else f"failed: {', '.join(failed)}"
+    print(f"total: {time.monotonic() - start:.0f} s, {verdict}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
