@@ -1,6 +1,6 @@
 """Makes demo/data/smollm2_answers.npz: questions and the target's own greedy answers, as token ids.
 
-    python demo/make_answers.py [--count 448] [--check 3]
+    python -m demo.make_answers [--count 448] [--check 3]
 
 `--check N` answers the first N shipped prompts again and compares, instead of writing. Wall time on 2 CPU cores: about
 10 minutes for 448 answers.
@@ -13,10 +13,9 @@ import json
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from demo import questions
 from jaxspec.checkpoints.target import Target, load_target
@@ -31,13 +30,13 @@ NEW_TOKENS = 112
 GREEDY = SamplingParams(max_new_tokens=NEW_TOKENS)
 
 
-def chat_ids(tokenizer: object, text: str) -> list[int]:
+def chat_ids(tokenizer: Any, text: str) -> list[int]:
     """The target's own chat template around one user turn."""
     turns = [{"role": "user", "content": text}]
     return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False))
 
 
-def own_questions(runner: SlotRunner, tokenizer: object, count: int) -> list[str]:
+def own_questions(runner: SlotRunner, tokenizer: Any, count: int) -> list[str]:
     """User turns that the target writes after its own user header, sampled at temperature 1."""
     full = tokenizer.apply_chat_template([{"role": "user", "content": "\x00"}], tokenize=False)
     start = tokenizer.encode(full.split("\x00")[0], add_special_tokens=False)

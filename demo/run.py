@@ -1,16 +1,17 @@
-"""The main job, end to end, on the embedded default: train a drafter for SmolLM2-135M-Instruct, export it, load it back,
-measure it, and serve it over gRPC beside plain decoding. Writes out/demo/report.json.
+"""The main job, end to end, on the embedded default: train a drafter for SmolLM2-135M-Instruct, export it, load it
+back, measure it, and serve it over gRPC beside plain decoding. Writes out/demo/report.json.
 
-    make demo            or            python demo/run.py [--seconds 270]
+    make demo            or            python -m demo.run [--seconds 270]
 
-Under 12 minutes on 2 CPU cores, set-up included. On a CPU this drafter does not pay yet; the report prints the speed as it
-is measured.
+Under 12 minutes on 2 CPU cores, set-up included. On a CPU this drafter does not pay yet; the report prints the speed
+as it is measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -20,13 +21,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from jaxspec.platform import quiet_platform
-
-quiet_platform()
 
 import jax
 import numpy as np
@@ -47,6 +41,7 @@ from jaxspec.serving.client import Client
 from jaxspec.training.build import fresh_drafter, initial_params
 from jaxspec.training.overlap import find_overlap
 
+ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "out" / "demo"
 EVAL_TOKENS = 48
 SERVED_TOKENS = 64
@@ -60,7 +55,12 @@ def main(seconds: float) -> int:
     started = time.perf_counter()
     console = Console()
     OUT.mkdir(parents=True, exist_ok=True)
-    overrides = [f"run.directory={OUT / 'train'}", f"run.export={OUT / 'drafter'}", "run.fresh=true", f"run.seconds={seconds}"]
+    overrides = [
+        f"run.directory={OUT / 'train'}",
+        f"run.export={OUT / 'drafter'}",
+        "run.fresh=true",
+        f"run.seconds={seconds}",
+    ]
     config = load_config(TrainConfig, ROOT / "configs" / "quickstart.yaml", overrides)
 
     step(console, "the target")
@@ -76,7 +76,9 @@ def main(seconds: float) -> int:
     console.print(f"tau {before.tau:.3f}")
 
     step(console, f"training for {seconds:.0f} s")
-    subprocess.run([sys.executable, ROOT / "train.py", "--config", "configs/quickstart.yaml", *overrides], cwd=ROOT, check=True)
+    subprocess.run(
+        [sys.executable, ROOT / "train.py", "--config", "configs/quickstart.yaml", *overrides], cwd=ROOT, check=True
+    )
 
     step(console, "tau of the exported drafter, loaded back")
     after = tau(target, load_drafter(OUT / "drafter", target), ids)
@@ -130,7 +132,7 @@ def training_texts(tokenizer: Any) -> Iterator[str]:
     """The shipped training data as text."""
     with np.load(DATA) as data:
         tokens, offsets = data["tokens"], data["offsets"]
-    for start, end in zip(offsets, offsets[1:], strict=False):
+    for start, end in itertools.pairwise(offsets):
         yield tokenizer.decode(tokens[start:end].tolist())
 
 
@@ -167,8 +169,19 @@ def ask_all(client: Client, ids: list[list[int]]) -> list[Any]:
 @contextlib.contextmanager
 def server(drafter: str) -> Iterator[str]:
     """A serve.py process on a free port; yields its address once it is SERVING."""
-    command = [sys.executable, str(ROOT / "serve.py"), "--config", "configs/serve/quickstart.yaml", f"drafter={drafter}"]
-    command += ["server.port=0", f"engine.num_slots={SLOTS}", f"engine.max_context={CONTEXT}", "engine.prefill_chunk=128"]
+    command = [
+        sys.executable,
+        str(ROOT / "serve.py"),
+        "--config",
+        "configs/serve/quickstart.yaml",
+        f"drafter={drafter}",
+    ]
+    command += [
+        "server.port=0",
+        f"engine.num_slots={SLOTS}",
+        f"engine.max_context={CONTEXT}",
+        "engine.prefill_chunk=128",
+    ]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

@@ -55,8 +55,8 @@ class Engine:
         """Answers one prompt (an Answer) or several (a list, in order).
 
         A prompt is text (one user turn in the target's chat template; as it is where the target has none), a list of
-        {"role", "content"} messages, or token ids. `sampling` are the fields of SamplingParams: temperature, top_k, top_p,
-        min_p, seed, max_new_tokens, stop_token_ids, ignore_eos. Raises RequestError naming what does not fit.
+        {"role", "content"} messages, or token ids. `sampling` are the fields of SamplingParams: temperature, top_k,
+        top_p, min_p, seed, max_new_tokens, stop_token_ids, ignore_eos. Raises RequestError naming what does not fit.
         """
         params = self._params(sampling)
         if _is_prompt(prompts):
@@ -108,8 +108,9 @@ def load(
 ) -> Engine:
     """Loads a target and, if named, a drafter made for it.
 
-    Each is a folder, a GGUF file (targets) or `org/name[@revision]`; `smollm2` is built in. `dtype` None takes float32 on a
-    CPU and bfloat16 on an accelerator; `runner` goes to SlotRunner. Raises CheckpointError, ConfigError or HubError.
+    Each is a folder, a GGUF file (targets) or `org/name[@revision]`; `smollm2` is built in. `dtype` None takes
+    float32 on a CPU and bfloat16 on an accelerator; `runner` goes to SlotRunner. Raises CheckpointError, ConfigError
+    or HubError.
     """
     import jax
 

@@ -12,12 +12,15 @@ from jaxspec.errors import CheckpointError, DataError
 __all__ = ["chat_ids", "eos_ids", "load_tokenizer"]
 
 
-def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
+def load_tokenizer(directory: str | os.PathLike[str] | None) -> Any:
     """The PreTrainedTokenizerFast of a checkpoint folder.
 
     The class named in tokenizer_config.json is not looked up: tokenizer.json says everything, and code in the folder
     is never run. Raises CheckpointError naming the file that is missing or unreadable.
     """
+    if directory is None:
+        raise CheckpointError("tokenizer: this target was made in memory, expected one loaded from a folder")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # else it asks for PyTorch, which nothing here needs
     from transformers import PreTrainedTokenizerFast
 
     directory = Path(directory)

@@ -1,1 +1,3 @@
-"""One round in five pure functions, propose, plan, verify, accept, commit, and the fixed-slot runner that drives them."""
+"""One round in five pure functions, propose, plan, verify, accept, commit, and the fixed-slot runner that drives
+them.
+"""

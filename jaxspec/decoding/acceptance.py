@@ -49,7 +49,8 @@ def accept(
     lengths: Int[Array, "R"],
     mode: str = "ratio",
 ) -> Acceptance:
-    """The served round's acceptance: `lengths` proposals were kept for verification, rows 0 … lengths hold target logits.
+    """The served round's acceptance: `lengths` proposals were kept for verification, rows 0 … lengths hold target
+    logits.
 
     Greedy rows compare with the argmax; sampled rows use `mode`. The distributions exist only if a row is sampled.
     """
@@ -126,7 +127,11 @@ def _known(q: Float[Array, "R V"]) -> Float[Array, "R V"]:
 
 
 def _block(
-    p: Float[Array, "R m1 V"], proposal: Proposal, ratios: Float[Array, "R m"], u: Float[Array, "R m"], counts: Int[Array, "R"]
+    p: Float[Array, "R m1 V"],
+    proposal: Proposal,
+    ratios: Float[Array, "R m"],
+    u: Float[Array, "R m"],
+    counts: Int[Array, "R"],
 ) -> tuple[Int[Array, "R"], Float[Array, "R"]]:
     """r = the largest i with u_i < h_i, and w_r.
 
@@ -143,7 +148,9 @@ def _block(
             q_next = _known(proposal.q.rows(jnp.full(requests, slot + 1)))
             excess = jnp.sum(jnp.maximum(weight[:, None] * p[:, slot + 1] - q_next, 0.0), axis=-1)
             rest = excess + 1 - weight
-            chance = jnp.where(counts == slot + 1, weight, jnp.where(rest > 0, excess / jnp.where(rest > 0, rest, 1), 1.0))
+            chance = jnp.where(
+                counts == slot + 1, weight, jnp.where(rest > 0, excess / jnp.where(rest > 0, rest, 1), 1.0)
+            )
         taken = (u[:, slot] < chance) & (slot < counts)
         best, scale = jnp.where(taken, slot + 1, best), jnp.where(taken, weight, scale)
     return best, scale

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 
 
@@ -10,7 +11,8 @@ from collections.abc import Iterable, Sequence
 class TauCounter:
     """Counts rounds. Prefill's token is not a round; a request's last round counts whole, before trimming.
 
-    `verified` is the number of proposals the target looked at, so that a slot that was never offered is not a rejection.
+    `verified` is the number of proposals the target looked at, so that a slot that was never offered is not a
+    rejection.
     """
 
     num_proposals: int
@@ -58,11 +60,13 @@ class TauCounter:
 
 
 def repeated_bigram_share(sequences: Iterable[Sequence[int]]) -> float:
-    """Share of bigrams that occurred before in their sequence: a loop of two tokens is easy to draft and says nothing."""
+    """Share of bigrams that occurred before in their sequence: a loop of two tokens is easy to draft and says
+    nothing.
+    """
     repeated = total = 0
     for tokens in sequences:
         seen: set[tuple[int, int]] = set()
-        for pair in zip(tokens, tokens[1:], strict=False):
+        for pair in itertools.pairwise(tokens):
             total += 1
             repeated += pair in seen
             seen.add(pair)

@@ -13,7 +13,9 @@ from jaxspec.errors import RequestError
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """One answer. `accepted[i]` of `proposed[i]` verified proposals stood in round i; stop tokens are kept in `tokens`."""
+    """One answer. `accepted[i]` of `proposed[i]` verified proposals stood in round i; stop tokens are kept in
+    `tokens`.
+    """
 
     prompt_ids: tuple[int, ...]
     tokens: tuple[int, ...]

@@ -13,8 +13,8 @@ from jaxspec.errors import RequestError
 class SamplingParams:
     """Per-request sampling. temperature 0 = greedy; top_k 0, top_p 1 and min_p 0 = off; no seed = a fresh one.
 
-    Generation ends at a stop token (kept in the output), at an end-of-sequence id of the target unless `ignore_eos`, after
-    `max_new_tokens`, or at the end of the context.
+    Generation ends at a stop token (kept in the output), at an end-of-sequence id of the target unless `ignore_eos`,
+    after `max_new_tokens`, or at the end of the context.
     """
 
     temperature: float = 0.0
@@ -34,7 +34,12 @@ class SamplingParams:
         _expect("min_p", self.min_p, "a number in [0, 1)", 0 <= self.min_p < 1)
         seed_fits = self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**63)
         _expect("seed", self.seed, "an integer from 0 to 2^63 - 1", seed_fits)
-        _expect("max_new_tokens", self.max_new_tokens, "0 or more", _is_int(self.max_new_tokens) and self.max_new_tokens >= 0)
+        _expect(
+            "max_new_tokens",
+            self.max_new_tokens,
+            "0 or more",
+            _is_int(self.max_new_tokens) and self.max_new_tokens >= 0,
+        )
         stops_fit = all(_is_int(token) and 0 <= token < vocab_size for token in self.stop_token_ids)
         _expect("stop_token_ids", self.stop_token_ids, f"ids below vocab_size {vocab_size}", stops_fit)
 
@@ -47,8 +52,8 @@ def validate_prompt(prompt: Sequence[int], vocab_size: int, max_context: int) ->
             raise RequestError(f"prompt[{index}]: found {token!r}, expected a token id below vocab_size {vocab_size}")
     if len(prompt) >= max_context:
         raise RequestError(
-            f"prompt: {len(prompt)} tokens, expected fewer than max_context = {max_context}; shorten the prompt or raise "
-            "engine.max_context"
+            f"prompt: {len(prompt)} tokens, expected fewer than max_context = {max_context}; shorten the prompt or "
+            "raise engine.max_context"
         )
 
 

@@ -61,8 +61,8 @@ class DecodeState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RoundOutput:
-    """New tokens of each slot: the first `counts` of `tokens` (0 for a slot that is not live), of which all but the last
-    were proposals. `generations` tells whose they are."""
+    """New tokens of each slot: the first `counts` of `tokens` (0 for a slot that is not live), of which all but the
+    last were proposals. `generations` tells whose they are."""
 
     tokens: Int[Array, "R m1"]
     counts: Int[Array, "R"]
@@ -114,7 +114,10 @@ class Program:
         """
         config, slots, pages = self.decoder.config, self.num_slots, self.pages_per_slot
         count = 1 + slots * pages
-        pools = [init_pool(count, self.page_size, config.num_kv_heads, config.head_dim, dtype) for _ in range(config.num_layers)]
+        pools = [
+            init_pool(count, self.page_size, config.num_kv_heads, config.head_dim, dtype)
+            for _ in range(config.num_layers)
+        ]
         zeros = lambda dtype=jnp.int32: jnp.zeros(slots, dtype)  # noqa: E731
         state = SlotState(
             anchors=zeros(),
@@ -142,7 +145,9 @@ class Program:
     def plan(self, state: DecodeState, proposal: Proposal) -> Int[Array, "R"]:
         """Proposals of each slot that the target will look at."""
         m = proposal.tokens.shape[1]
-        return verify_lengths(state.slots.positions, m, self.max_context, proposal.confidence, self.confidence_threshold)
+        return verify_lengths(
+            state.slots.positions, m, self.max_context, proposal.confidence, self.confidence_threshold
+        )
 
     def verify(
         self, weights: Weights, state: DecodeState, proposal: Proposal, lengths: Int[Array, "R"]
@@ -160,7 +165,12 @@ class Program:
         return logits.reshape(*tokens.shape, -1), out.features, out.caches, layout
 
     def accept(
-        self, state: DecodeState, proposal: Proposal, logits: Float[Array, "R m1 V"], lengths: Int[Array, "R"], keys: Key[Array, "R"]
+        self,
+        state: DecodeState,
+        proposal: Proposal,
+        logits: Float[Array, "R m1 V"],
+        lengths: Int[Array, "R"],
+        keys: Key[Array, "R"],
     ) -> Acceptance:
         """Who stays, and the last token."""
         positions = state.slots.positions[:, None] + 1 + jnp.arange(logits.shape[1])
@@ -178,8 +188,8 @@ class Program:
         target: list[KVPool],
         layout: RaggedLayout,
     ) -> DecodeState:
-        """Anchor and accepted rows become history; the last token becomes the anchor. Rejected rows' K/V stay where they
-        are, beyond the new length, and are overwritten before anybody may see them."""
+        """Anchor and accepted rows become history; the last token becomes the anchor. Rejected rows' K/V stay where
+        they are, beyond the new length, and are overwritten before anybody may see them."""
         slots = state.slots
         tokens = jnp.concatenate([slots.anchors[:, None], proposal.tokens], axis=1)
         following = accepted.tokens(proposal)
@@ -197,7 +207,9 @@ class Program:
 
     def round(self, weights: Weights, state: DecodeState, alive: Bool[Array, "R"]) -> tuple[DecodeState, RoundOutput]:
         """One round for every live slot. `alive` is the host's word on who still decodes."""
-        slots = dataclasses.replace(state.slots, live=state.slots.live & alive & (state.slots.positions < self.max_context - 1))
+        slots = dataclasses.replace(
+            state.slots, live=state.slots.live & alive & (state.slots.positions < self.max_context - 1)
+        )
         state = dataclasses.replace(state, slots=slots)
         keys = round_keys(slots.keys, slots.samples, slots.positions)
         proposal = self.propose(weights, state, keys)

@@ -106,8 +106,8 @@ class SlotRunner:
         decoder.check_taps(drafter.taps)
         if num_proposals is not None and not 1 <= num_proposals <= drafter.num_proposals:
             raise ConfigError(
-                f"engine.num_proposals: found {num_proposals}, expected 1 to {drafter.num_proposals}, what a block of the "
-                f"{drafter.method} drafter gives"
+                f"engine.num_proposals: found {num_proposals}, expected 1 to {drafter.num_proposals}, what a block of "
+                f"the {drafter.method} drafter gives"
             )
         embedding = getattr(draft, "embedding", None)
         head = getattr(draft, "head", None)
@@ -144,7 +144,9 @@ class SlotRunner:
     # -- start-up -----------------------------------------------------------------------------------------------------
 
     def warm_up(self, progress: Callable[[str, float], None] | None = None) -> list[tuple[str, float]]:
-        """Compiles both executables; returns their names and seconds. Called by the first `admit` if it was not before."""
+        """Compiles both executables; returns their names and seconds. Called by the first `admit` if it was not
+        before.
+        """
         if self._round is not None:
             return []
         times = []
@@ -169,7 +171,9 @@ class SlotRunner:
 
     def _run_empty(self) -> None:
         """An empty chunk and a round over no request: whatever is set up lazily is set up here, not under a user."""
-        self._state, token = self._prefill(self.weights, self._state, self._chunk([0], 0, 0, 0, False, SamplingParams(), 0, (0, 0)))
+        self._state, token = self._prefill(
+            self.weights, self._state, self._chunk([0], 0, 0, 0, False, SamplingParams(), 0, (0, 0))
+        )
         self._state, output = self._round(self.weights, self._state, self._alive())
         jax.block_until_ready((token, output))
 
@@ -218,12 +222,14 @@ class SlotRunner:
     def admit(self, prompt: Sequence[int], params: SamplingParams, sample: int = 0) -> int:
         """Prefills a request into a free slot and returns its handle; its first token is in the next `step`.
 
-        `sample` numbers the answers to one request, so that they differ under one seed. Raises RequestError for a request
-        that does not fit, and when no slot is free.
+        `sample` numbers the answers to one request, so that they differ under one seed. Raises RequestError for a
+        request that does not fit, and when no slot is free.
         """
         self.check(prompt, params)
         if not self.free_slots:
-            raise RequestError(f"slots: all {self.num_slots} are taken, expected a free one; wait for a request to finish")
+            raise RequestError(
+                f"slots: all {self.num_slots} are taken, expected a free one; wait for a request to finish"
+            )
         self.warm_up()
         self._handles += 1
         handle = self._handles
@@ -328,7 +334,10 @@ class SlotRunner:
             seed=number(seed, np.uint32),
             sample=number(sample),
             sampling=SlotSampling(
-                row(params.temperature), row(min(params.top_k, self.vocab_size), np.int32), row(params.top_p), row(params.min_p)
+                row(params.temperature),
+                row(min(params.top_k, self.vocab_size), np.int32),
+                row(params.top_p),
+                row(params.min_p),
             ),
         )
         return jax.tree.map(self._put, chunk)

@@ -12,7 +12,9 @@ from jaxtyping import Array, Bool, Float, Int
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SlotSampling:
-    """Sampling parameters of every slot. Anything but a positive temperature is greedy, so padding rows may hold junk."""
+    """Sampling parameters of every slot. Anything but a positive temperature is greedy, so padding rows may hold
+    junk.
+    """
 
     temperature: Float[Array, "R"]
     top_k: Int[Array, "R"]

@@ -130,7 +130,10 @@ class Slots:
 class DraftSampling(Protocol):
     """How the requests want tokens drawn."""
 
-    greedy: Bool[Array, "R"]
+    @property
+    def greedy(self) -> Bool[Array, "R"]:
+        """Requests that take the argmax."""
+        ...
 
     def draft_probs(self, logits: Float[Array, "R V"]) -> Float[Array, "R V"]:
         """The distribution that a drafter draws from (one-hot for greedy rows)."""

@@ -69,12 +69,16 @@ class BlockDrafter:
     def init_state(self, num_pages: int, page_size: int, dtype: Any) -> tuple[KVPool, ...]:
         """One context K/V pool a layer. Only context rows ever live here: a block's own K/V are scratch."""
         model = self.config.model
-        return tuple(init_pool(num_pages, page_size, model.num_kv_heads, model.head_dim, dtype) for _ in range(model.num_layers))
+        return tuple(
+            init_pool(num_pages, page_size, model.num_kv_heads, model.head_dim, dtype) for _ in range(model.num_layers)
+        )
 
     def commit(
         self, params: ly.Params, shared: Shared, state: tuple[KVPool, ...], rows: Rows, layout: RaggedLayout
     ) -> tuple[KVPool, ...]:
-        """Writes the context K/V of committed rows (anchor and accepted tokens; the newest token has no feature yet)."""
+        """Writes the context K/V of committed rows (anchor and accepted tokens; the newest token has no feature
+        yet).
+        """
         context = self.project_context(params, rows.features)
         return tuple(
             write_rows(pool, keys, values, layout)
@@ -86,7 +90,9 @@ class BlockDrafter:
         weight = params["fc"]["weight"]
         return norm(self.config.model, params["hidden_norm"], ly.project(features.astype(weight.dtype), weight))
 
-    def context_kv(self, params: ly.Params, context: Float[Array, "*rows H"], positions: Int[Array, "*rows"]) -> ContextKV:
+    def context_kv(
+        self, params: ly.Params, context: Float[Array, "*rows H"], positions: Int[Array, "*rows"]
+    ) -> ContextKV:
         """Every layer's K (normed, rotated) and V of the context. It does not pass the layer's input norm."""
         model = self.config.model
         cos, sin = rotary(model.rope, model.head_dim, positions)
@@ -157,7 +163,9 @@ class BlockDrafter:
         context = self.project_context(params, batch.features)
         positions = jnp.broadcast_to(jnp.arange(context.shape[1]), context.shape[:2])
         inputs = self.block_inputs(shared, self.noise_ids(batch), context.dtype)
-        return self.block_forward(params, inputs, self.context_kv(params, context, positions), batch.anchors, batch.keep)
+        return self.block_forward(
+            params, inputs, self.context_kv(params, context, positions), batch.anchors, batch.keep
+        )
 
     def layout_trace(self, shared: Shared, batch: Batch, dtype: Any) -> dict[str, Array]:
         """Positions, inputs and masks of a training batch, spelled out [B, 1, N*block, S + N*block] for inspection."""
@@ -167,11 +175,15 @@ class BlockDrafter:
         context = jnp.broadcast_to(jnp.arange(length), (batch_size, length))
         trace = {
             "position_ids": jnp.concatenate([context, rows.reshape(batch_size, -1)], axis=1),
-            "noise_embedding": self.block_inputs(shared, self.noise_ids(batch), dtype).reshape(batch_size, count * size, -1),
+            "noise_embedding": self.block_inputs(shared, self.noise_ids(batch), dtype).reshape(
+                batch_size, count * size, -1
+            ),
         }
         same = jnp.eye(count, dtype=bool)
         for window, masks in zip(self.config.model.layer_windows, self.config.layer_masks, strict=True):
-            far = context_mask(batch.anchors, batch.keep, size, length, masks[0]).reshape(batch_size, count * size, length)
+            far = context_mask(batch.anchors, batch.keep, size, length, masks[0]).reshape(
+                batch_size, count * size, length
+            )
             near = block_mask(size, *masks[1:])[None, None, :, None, :] & batch.keep[:, :, None, None, None]
             near = (near & same[None, :, None, :, None]).reshape(batch_size, count * size, count * size)
             kind = "full_attention" if window is None else "sliding_attention"

@@ -20,7 +20,9 @@ def build_target_layer_ids(num_layers: int, num_draft_layers: int) -> tuple[int,
     if num_draft_layers == 1:
         return (num_layers // 2,)
     if num_layers < 4:
-        raise ConfigError(f"target_layer_ids: the target has {num_layers} layers, expected at least 4; name them yourself")
+        raise ConfigError(
+            f"target_layer_ids: the target has {num_layers} layers, expected at least 4; name them yourself"
+        )
     return tuple(round(1 + i * (num_layers - 4) / (num_draft_layers - 1)) for i in range(num_draft_layers))
 
 
@@ -28,8 +30,9 @@ def build_target_layer_ids(num_layers: int, num_draft_layers: int) -> tuple[int,
 class BlockConfig:
     """What every block drafter is made of.
 
-    `block_size` counts the rows fed (anchor included); `is_causal` None means: full layers see their whole block, sliding
-    layers are causal in it with no window inside. `source_config` is the JSON text of an imported config, kept verbatim.
+    `block_size` counts the rows fed (anchor included); `is_causal` None means: full layers see their whole block,
+    sliding layers are causal in it with no window inside. `source_config` is the JSON text of an imported config,
+    kept verbatim.
     """
 
     model: ModelConfig
@@ -52,7 +55,9 @@ class BlockConfig:
             raise ConfigError("target_layer_ids: found none, expected the target layers that this drafter reads")
         for tap in self.taps:
             if not isinstance(tap, int) or not -1 <= tap < self.num_target_layers:
-                raise ConfigError(f"target_layer_ids: found {tap!r}, expected 0 <= id < {self.num_target_layers} layers")
+                raise ConfigError(
+                    f"target_layer_ids: found {tap!r}, expected 0 <= id < {self.num_target_layers} layers"
+                )
 
     @property
     def layer_masks(self) -> tuple[tuple[int, bool, int], ...]:
@@ -67,17 +72,23 @@ class BlockConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], target: ModelConfig) -> BlockConfig:
-        """Reads nested (`dflash_config`) and flat keys alike. Raises ConfigError where both are given and differ, where the
-        layer ids or the mask token are missing (never guessed), and where the target does not fit."""
+        """Reads nested (`dflash_config`) and flat keys alike. Raises ConfigError where both are given and differ,
+        where the layer ids or the mask token are missing (never guessed), and where the target does not fit."""
         key = NestedKeys(config)
         model = ModelConfig.from_hf(config)
         if model.hidden_size != target.hidden_size:
-            raise ConfigError(f"hidden_size: the drafter has {model.hidden_size}, expected the target's {target.hidden_size}")
+            raise ConfigError(
+                f"hidden_size: the drafter has {model.hidden_size}, expected the target's {target.hidden_size}"
+            )
         if model.vocab_size != target.vocab_size:
-            raise ConfigError(f"vocab_size: the drafter has {model.vocab_size}, expected the target's {target.vocab_size}")
+            raise ConfigError(
+                f"vocab_size: the drafter has {model.vocab_size}, expected the target's {target.vocab_size}"
+            )
         layers = key("num_target_layers", target.num_layers)
         if layers != target.num_layers:
-            raise ConfigError(f"num_target_layers: the drafter was made for {layers}, the target has {target.num_layers}")
+            raise ConfigError(
+                f"num_target_layers: the drafter was made for {layers}, the target has {target.num_layers}"
+            )
         mask = key.required("mask_token_id", "the id that stands for an unknown token")
         warn_mask_token(mask, model, target)
         softcap = key("final_logit_softcapping")
@@ -108,7 +119,11 @@ class BlockConfig:
             rope |= {"low_freq_factor": model.rope.low_freq_factor, "high_freq_factor": model.rope.high_freq_factor}
         if model.rope.kind == "yarn":
             rope |= {"beta_fast": model.rope.beta_fast, "beta_slow": model.rope.beta_slow}
-            rope |= {k: v for k in ("attention_factor", "mscale", "mscale_all_dim") if (v := getattr(model.rope, k)) is not None}
+            rope |= {
+                k: v
+                for k in ("attention_factor", "mscale", "mscale_all_dim")
+                if (v := getattr(model.rope, k)) is not None
+            }
         nested = {
             "mask_token_id": self.mask_token_id,
             "target_layer_ids": list(self.taps),
@@ -141,7 +156,9 @@ class BlockConfig:
             "pad_token_id": model.pad_token_id,
             "rms_norm_eps": model.rms_norm_eps,
             "rope_parameters": rope,
-            "rope_scaling": None if model.rope.kind == "default" else {k: v for k, v in rope.items() if k != "rope_theta"},
+            "rope_scaling": None
+            if model.rope.kind == "default"
+            else {k: v for k, v in rope.items() if k != "rope_theta"},
             "rope_theta": model.rope.theta,
             "sliding_window": max(windows) if windows else None,
             "tie_word_embeddings": False,
@@ -166,7 +183,9 @@ class NestedKeys:
     def __call__(self, key: str, default: Any = None) -> Any:
         found = [place[key] for place in self._places if place.get(key) is not None]
         if any(value != found[0] for value in found):
-            raise ConfigError(f"{key}: found {found[0]!r} nested and {found[-1]!r} at the top level, expected one value")
+            raise ConfigError(
+                f"{key}: found {found[0]!r} nested and {found[-1]!r} at the top level, expected one value"
+            )
         return found[0] if found else default
 
     def required(self, key: str, meaning: str) -> Any:
@@ -181,8 +200,8 @@ def special_tokens(draft: ModelConfig, target: ModelConfig) -> dict[str, set[int
     """The ids that a mask token should not be."""
     return {
         "eos_token_id": {*draft.eos_token_ids, *target.eos_token_ids},
-        "bos_token_id": {draft.bos_token_id, target.bos_token_id} - {None},
-        "pad_token_id": {draft.pad_token_id, target.pad_token_id} - {None},
+        "bos_token_id": {id for id in (draft.bos_token_id, target.bos_token_id) if id is not None},
+        "pad_token_id": {id for id in (draft.pad_token_id, target.pad_token_id) if id is not None},
     }
 
 
@@ -217,7 +236,10 @@ def fresh_config(
     if mask_token_id is None:
         raise ConfigError("drafter.mask_token_id: missing, expected an id of the vocabulary that no text uses")
     windows = layer_windows(
-        {"layer_types": list(layer_types) if layer_types else ["full_attention"] * num_layers, "sliding_window": sliding_window},
+        {
+            "layer_types": list(layer_types) if layer_types else ["full_attention"] * num_layers,
+            "sliding_window": sliding_window,
+        },
         num_layers,
     )
     model = dataclasses.replace(
@@ -236,10 +258,14 @@ def fresh_config(
         layer_windows=windows,
     )
     if model.num_heads % model.num_kv_heads:
-        raise ConfigError(f"drafter.num_kv_heads: found {model.num_kv_heads}, expected a divisor of {model.num_heads} heads")
+        raise ConfigError(
+            f"drafter.num_kv_heads: found {model.num_kv_heads}, expected a divisor of {model.num_heads} heads"
+        )
     for name, ids in special_tokens(model, target).items():
         if mask_token_id in ids:
-            raise ConfigError(f"drafter.mask_token_id: {mask_token_id} is also {name}, expected an id that no text uses")
+            raise ConfigError(
+                f"drafter.mask_token_id: {mask_token_id} is also {name}, expected an id that no text uses"
+            )
     return BlockConfig(
         model=model,
         taps=tuple(target_layer_ids) if target_layer_ids else build_target_layer_ids(target.num_layers, num_layers),

@@ -42,7 +42,9 @@ class DFlashObjective:
 
     def __post_init__(self) -> None:
         if self.loss_type not in ("weighted_ce", *losses.DPACE):
-            raise ConfigError(f"objective.loss_type: found {self.loss_type!r}, expected weighted_ce or {', '.join(losses.DPACE)}")
+            raise ConfigError(
+                f"objective.loss_type: found {self.loss_type!r}, expected weighted_ce or {', '.join(losses.DPACE)}"
+            )
         if not 0 <= self.dpace_alpha <= 1:
             raise ConfigError(f"objective.dpace_alpha: found {self.dpace_alpha}, expected 0 to 1")
         if self.dpace_normalizer not in ("weights", "batch"):
@@ -62,7 +64,9 @@ class DFlash(BlockDrafter):
 
     def __post_init__(self) -> None:
         if self.config.block_size < 2:
-            raise ConfigError(f"block_size: found {self.config.block_size}, expected at least 2 (row 0 predicts nothing)")
+            raise ConfigError(
+                f"block_size: found {self.config.block_size}, expected at least 2 (row 0 predicts nothing)"
+            )
         if self.draft_sampling not in ("argmax", "sample"):
             raise ConfigError(f"draft_sampling: found {self.draft_sampling!r}, expected argmax or sample")
 
@@ -106,7 +110,9 @@ class DFlash(BlockDrafter):
     # -- training -----------------------------------------------------------------------------------------------------
 
     def labels(self, batch: Batch) -> tuple[Int[Array, "B N block"], Float[Array, "B N block"]]:
-        """Token at anchor + j for row j, and 1 where it is supervised. A hole drops its own label only; row 0 has none."""
+        """Token at anchor + j for row j, and 1 where it is supervised. A hole drops its own label only; row 0 has
+        none.
+        """
         index = batch.anchors[:, :, None] + jnp.arange(self.config.block_size)
         inside = index < batch.input_ids.shape[1]
         index = jnp.minimum(index, batch.input_ids.shape[1] - 1)
@@ -139,7 +145,9 @@ class DFlash(BlockDrafter):
         tokens = losses.in_chunks(lambda h, y: self.token_terms(shared, h, y), chunk, hidden, labels)
         nll, correct = tokens["nll"], tokens["correct"]
         weights = mask * self.weights(nll, mask)
-        by_batch = self.objective_config.loss_type != "weighted_ce" and self.objective_config.dpace_normalizer == "batch"
+        by_batch = (
+            self.objective_config.loss_type != "weighted_ce" and self.objective_config.dpace_normalizer == "batch"
+        )
         total = jnp.asarray(float(nll.shape[0])) if by_batch else jnp.sum(weights)
         hit = jnp.exp(-nll)
         supervised, axes = jnp.sum(mask), (0, 1)
@@ -176,6 +184,10 @@ class DFlash(BlockDrafter):
             "predecessor_ids": jnp.concatenate([labels[:, :, :1], labels[:, :, :-1]], axis=-1),
             "weight_mask": mask,
             "neg_log_q": nll,
-            "decay_weights": jnp.concatenate([jnp.ones(1), losses.position_decay(nll.shape[-1] - 1, self.objective_config.gamma)]),
-            "dpace_weights": losses.dpace_weights(nll, mask, self.objective_config.dpace_alpha, self.objective_config.loss_type),
+            "decay_weights": jnp.concatenate(
+                [jnp.ones(1), losses.position_decay(nll.shape[-1] - 1, self.objective_config.gamma)]
+            ),
+            "dpace_weights": losses.dpace_weights(
+                nll, mask, self.objective_config.dpace_alpha, self.objective_config.loss_type
+            ),
         }

@@ -70,7 +70,11 @@ class DSpark(BlockDrafter):
     def __post_init__(self) -> None:
         if self.num_proposals < 1:
             raise ConfigError(f"block_size: found {self.config.block_size}, expected room for at least one proposal")
-        if not self.heads.confidence and self.objective_config.confidence_alpha and self.objective_config != DSparkObjective():
+        if (
+            not self.heads.confidence
+            and self.objective_config.confidence_alpha
+            and self.objective_config != DSparkObjective()
+        ):
             raise ConfigError("objective.confidence_alpha: expected 0, since the drafter has no confidence head")
 
     @classmethod
@@ -142,7 +146,9 @@ class DSpark(BlockDrafter):
     def propose(
         self, params: Any, shared: Shared, state: Any, slots: Slots, keys: Key[Array, "R"], sampling: DraftSampling
     ) -> Proposal:
-        """m tokens a request, drawn left to right; q is the softmax each was drawn from (a point for greedy requests)."""
+        """m tokens a request, drawn left to right; q is the softmax each was drawn from (a point for greedy
+        requests).
+        """
         hidden = self.block_hidden(params, shared, state, slots)[:, self.first_row :]
         positions = slots.positions[:, None] + 1 + jnp.arange(self.num_proposals)
         u = uniforms(keys, positions, Purpose.DRAFT)
@@ -163,7 +169,12 @@ class DSpark(BlockDrafter):
         return Proposal(walk.tokens, q, markov.calibrate(walk.confidence_logits), trace=trace)
 
     def walk(
-        self, params: Any, shared: Shared, hidden: Float[Array, "R m H"], anchors: Int[Array, "R"], draw: Draw | None = None
+        self,
+        params: Any,
+        shared: Shared,
+        hidden: Float[Array, "R m H"],
+        anchors: Int[Array, "R"],
+        draw: Draw | None = None,
     ) -> Walk:
         """Decides the slots one after the other; each sees the token before it. No `draw` = argmax."""
         base = self.block_logits(shared, hidden)
@@ -184,7 +195,9 @@ class DSpark(BlockDrafter):
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def labels(self, batch: Batch) -> tuple[Int[Array, "B N m"], Int[Array, "B N m"], Bool[Array, "B N m"], Int[Array, "B N m"]]:
+    def labels(
+        self, batch: Batch
+    ) -> tuple[Int[Array, "B N m"], Int[Array, "B N m"], Bool[Array, "B N m"], Int[Array, "B N m"]]:
         """Labels (token at anchor + 1 + k), previous tokens, supervised prefix (the first hole ends a block), and the
         teacher's row for each label (label position - 1). Dropped blocks point at position 0."""
         index = batch.anchors[:, :, None] + 1 + jnp.arange(self.num_proposals)
@@ -219,7 +232,9 @@ class DSpark(BlockDrafter):
         }
         zero = jnp.zeros(labels.shape, jnp.float32)
         if not self.needs_teacher:
-            return terms | {name: zero for name in ("l1", "bce", "accept", "confidence_error", "agreement", "teacher_top1")}
+            return terms | {
+                name: zero for name in ("l1", "bce", "accept", "confidence_error", "agreement", "teacher_top1")
+            }
         teacher = jax.lax.stop_gradient(ly.unembed(teacher_hidden, shared.head))
         p = jax.nn.softmax(teacher, axis=-1)
         l1 = jnp.sum(jnp.abs(p - jax.nn.softmax(logits, axis=-1)), axis=-1)
@@ -273,7 +288,9 @@ class DSpark(BlockDrafter):
         """alpha-weighted sum of the three ratios; a term that nothing weighs adds 0."""
         objective = self.objective_config
         alphas = {"ce": objective.ce_alpha, "l1": objective.l1_alpha, "confidence": objective.confidence_alpha}
-        parts = [alpha * losses.ratio(*terms[name], objective.denominator_eps) for name, alpha in alphas.items() if alpha]
+        parts = [
+            alpha * losses.ratio(*terms[name], objective.denominator_eps) for name, alpha in alphas.items() if alpha
+        ]
         return sum(parts, jnp.zeros(()))
 
     def trace(self, params: Any, shared: Shared, batch: Batch) -> dict[str, Array]:
@@ -310,6 +327,8 @@ class DSpark(BlockDrafter):
             flat = teacher_index.reshape(labels.shape[0], -1, 1)
             teacher = jnp.take_along_axis(batch.teacher_hidden, flat, axis=1).reshape(*labels.shape, -1)
         elif self.needs_teacher:
-            raise ConfigError("batch.teacher_hidden: missing, expected the target's final hidden states (tap 'final'): the L1 "
-                              "and confidence terms compare with the target's own distribution")
+            raise ConfigError(
+                "batch.teacher_hidden: missing, expected the target's final hidden states (tap 'final'): the L1 "
+                "and confidence terms compare with the target's own distribution"
+            )
         return (hidden, z, labels, confidence, teacher), mask

@@ -35,8 +35,8 @@ def dpace_weights(
 ) -> Float[Array, "*b block"]:
     """D-PACE position weights, detached: confidence of the prefix, value of what may follow, or their combination.
 
-    s = (1 - alpha) p + alpha along the block (1 where unsupervised); prefix = running product of s; the full weight of a
-    position is the sum of the masked prefixes from it on.
+    s = (1 - alpha) p + alpha along the block (1 where unsupervised); prefix = running product of s; the full weight
+    of a position is the sum of the masked prefixes from it on.
     """
     smoothed = jnp.where(mask > 0, (1 - alpha) * jnp.exp(-nll) + alpha, 1.0)
     prefix = jnp.cumprod(smoothed, axis=-1)
@@ -59,7 +59,8 @@ def weighted_sum(values: Float[Array, "*t"], weights: Float[Array, "*t"]) -> Flo
 
 
 def in_chunks(per_token: Callable[..., Any], chunk: int, *blocks: Float[Array, "B N ..."]) -> Any:
-    """Applies `per_token` to slices of `chunk` blocks with rematerialisation, so that no [B x N x block x V] array exists.
+    """Applies `per_token` to slices of `chunk` blocks with rematerialisation, so that no [B x N x block x V] array
+    exists.
 
     Every argument has leading axes [B, N]; so has every output. chunk <= 0 takes them all at once. The result does not
     depend on the chunk.

@@ -30,7 +30,9 @@ class MarkovConfig:
         if self.kind not in KINDS:
             raise ConfigError(f"markov_head_type: found {self.kind!r}, expected one of {', '.join(KINDS)}")
         if self.confidence and self.confidence_with_markov and not self.rank:
-            raise ConfigError("confidence_head_with_markov: found true with markov_rank 0, expected false (there is no W1)")
+            raise ConfigError(
+                "confidence_head_with_markov: found true with markov_rank 0, expected false (there is no W1)"
+            )
 
 
 def abstract_params(config: MarkovConfig, vocab: int, hidden: int, dtype: Any) -> ly.Params:
@@ -52,7 +54,11 @@ def abstract_params(config: MarkovConfig, vocab: int, hidden: int, dtype: Any) -
 
 
 def step(
-    config: MarkovConfig, params: ly.Params, state: Float[Array, "*rows r"], hidden: Float[Array, "*rows H"], prev: Int[Array, "*rows"]
+    config: MarkovConfig,
+    params: ly.Params,
+    state: Float[Array, "*rows r"],
+    hidden: Float[Array, "*rows H"],
+    prev: Int[Array, "*rows"],
 ) -> tuple[Float[Array, "*rows r"], Float[Array, "*rows r"]]:
     """New state and the latent z whose product with W2 corrects the logits; `state` matters to the rnn head only."""
     head = params["markov_head"]
@@ -95,7 +101,9 @@ def confidence_logits(
     return _affine(params["confidence_head"]["proj"], jnp.concatenate(parts, axis=-1).astype(jnp.float32))[..., 0]
 
 
-def calibrate(logits: Float[Array, "*rows m"], temperatures: Float[Array, "m"] | None = None) -> Float[Array, "*rows m"]:
+def calibrate(
+    logits: Float[Array, "*rows m"], temperatures: Float[Array, "m"] | None = None
+) -> Float[Array, "*rows m"]:
     """Confidence: sigmoid of the raw logit over its slot's calibration temperature."""
     return jax.nn.sigmoid(logits if temperatures is None else logits / temperatures)
 

@@ -1,8 +1,9 @@
 """Philox4x32-10 uniforms that depend on nothing but (key, row, step, token): a draw source for DSpark's walk.
 
-The counter layout is the one of SGLang's DSpark sampler, so that a block can be sampled with the very draws of that server:
-counter = (token // 4, row, step, STREAM), word = token % 4, u = (word + 1/2) / 2^32. The generator itself is the one of
-Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC'11). Only uint32 arithmetic: no x64 mode is needed.
+The counter layout is the one of SGLang's DSpark sampler, so that a block can be sampled with the very draws of that
+server: counter = (token // 4, row, step, STREAM), word = token % 4, u = (word + 1/2) / 2^32. The generator itself is
+the one of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC'11). Only uint32 arithmetic: no x64 mode
+is needed.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from jaxspec.drafters.dspark import DSpark
 from jaxspec.errors import ConfigError
 from jaxspec.models.config import ModelConfig
 
-METHODS: dict[str, type] = {"dflash": DFlash, "dspark": DSpark}
-ARCHITECTURES: dict[str, type] = {
+METHODS: dict[str, Any] = {"dflash": DFlash, "dspark": DSpark}
+ARCHITECTURES: dict[str, Any] = {
     **{name: DFlash for name in dflash.ARCHITECTURES},
     dspark.SPECFORGE: DSpark,
     dspark.DEEPSPEC: DSpark,

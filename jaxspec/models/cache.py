@@ -35,8 +35,8 @@ def write_rows(
 def gather(
     pool: KVPool, page_table: Int[Array, "R P"], lengths: Int[Array, "R"]
 ) -> tuple[Float[Array, "R L kv dim"], Float[Array, "R L kv dim"]]:
-    """K and V of each request, L = P x page rows, zero from `lengths` on: unwritten rows may hold anything, NaN included,
-    and a masked score times a NaN value would still be NaN."""
+    """K and V of each request, L = P x page rows, zero from `lengths` on: unwritten rows may hold anything, NaN
+    included, and a masked score times a NaN value would still be NaN."""
     rows = pool[page_table].reshape(page_table.shape[0], -1, *pool.shape[2:])
     known = jnp.arange(rows.shape[1]) < lengths[:, None]
     rows = jnp.where(known[:, :, None, None], rows, 0)

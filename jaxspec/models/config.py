@@ -46,7 +46,11 @@ class RopeConfig:
         if partial not in (None, 1, 1.0):
             raise ConfigError(f"partial_rotary_factor: found {partial}, expected 1.0 (partial rotary is not supported)")
         theta = scaling.get("rope_theta", config.get("rope_theta"))
-        needed = {"linear": ("factor",), "yarn": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+        needed = {
+            "linear": ("factor",),
+            "yarn": ("factor",),
+            "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+        }
         for key in needed.get(kind, ()):
             if scaling.get(key) is None:
                 raise ConfigError(f"rope_parameters.{key}: missing, expected a number (rope type {kind!r} needs it)")
@@ -71,7 +75,9 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a decoder. `layer_windows[i]` is None for full attention, else the window W of layer i (own row counted)."""
+    """Shape of a decoder. `layer_windows[i]` is None for full attention, else the window W of layer i (own row
+    counted).
+    """
 
     family: str
     vocab_size: int
@@ -108,7 +114,9 @@ class ModelConfig:
         head_dim = read.size("head_dim", hidden // heads)
         layers = read.size("num_hidden_layers")
         if heads % kv_heads:
-            raise ConfigError(f"num_key_value_heads: found {kv_heads}, expected a divisor of num_attention_heads {heads}")
+            raise ConfigError(
+                f"num_key_value_heads: found {kv_heads}, expected a divisor of num_attention_heads {heads}"
+            )
         if head_dim % 2:
             raise ConfigError(f"head_dim: found {head_dim}, expected an even number (rotary pairs)")
         max_position = read.size("max_position_embeddings", 2048)
@@ -150,7 +158,9 @@ def layer_windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, .
     if unknown:
         raise ConfigError(f"layer_types: found {sorted(unknown)}, expected full_attention or sliding_attention")
     if "sliding_attention" in kinds and (not isinstance(window, int) or window < 1):
-        raise ConfigError(f"sliding_window: found {window!r}, expected a positive integer (layer_types has sliding layers)")
+        raise ConfigError(
+            f"sliding_window: found {window!r}, expected a positive integer (layer_types has sliding layers)"
+        )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 

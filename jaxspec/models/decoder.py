@@ -75,7 +75,9 @@ class DecoderLayer(nnx.Module):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecoderOutput:
-    """hidden [*rows, H] after the final norm; features [*rows, T x H] in tap order (T = 0 gives width 0); new caches."""
+    """hidden [*rows, H] after the final norm; features [*rows, T x H] in tap order (T = 0 gives width 0); new
+    caches.
+    """
 
     hidden: Float[Array, "*rows H"]
     features: Float[Array, "*rows TH"]
@@ -145,11 +147,16 @@ class Decoder:
             hidden, captured = carry
             attend = lambda q, k, v: attention(q, k, v, cache, window)  # noqa: E731
             hidden, cache = ly.bind(graph, weights)(hidden, cos, sin, attend)
-            return (hidden, tuple(_capture(tap, index, hidden, held) for tap, held in zip(taps, captured, strict=True))), cache
+            return (
+                hidden,
+                tuple(_capture(tap, index, hidden, held) for tap, held in zip(taps, captured, strict=True)),
+            ), cache
 
         windows = [window or 0 for window in config.layer_windows]
         start = (x, tuple(x for _ in taps))
-        (x, captured), caches = ly.run_layers(layer, start, body["layers"], list(range(config.num_layers)), windows, caches)
+        (x, captured), caches = ly.run_layers(
+            layer, start, body["layers"], list(range(config.num_layers)), windows, caches
+        )
         norm, _ = ly.abstract_module(ly.RMSNorm, config.hidden_size, config.rms_norm_eps)
         hidden = ly.bind(norm, body["norm"])(x)
         captured = tuple(hidden if tap == FINAL else held for tap, held in zip(taps, captured, strict=True))
@@ -199,7 +206,9 @@ def _capture(tap: Tap, index: Any, hidden: Array, held: Array) -> Array:
 
 
 def random_params(abstract: Any, key: Array, scale: float) -> Any:
-    """Normal weights of the given standard deviation; vectors named `...norm...` are drawn around one, biases around zero."""
+    """Normal weights of the given standard deviation; vectors named `...norm...` are drawn around one, biases around
+    zero.
+    """
     flat = ly.flatten(abstract)
     keys = jax.random.split(key, len(flat))
     made = {}

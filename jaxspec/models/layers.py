@@ -96,7 +96,9 @@ def run_layers(layer: Callable[..., tuple[Any, Any]], carry: Any, layers: Any, *
     if isinstance(layers, (list, tuple)):
         outs = []
         for index, params in enumerate(layers):
-            carry, out = layer(carry, params, *(jax.tree.map(lambda x, i=index: x[i], p, is_leaf=_is_sequence) for p in per_layer))
+            carry, out = layer(
+                carry, params, *(jax.tree.map(lambda x, i=index: x[i], p, is_leaf=_is_sequence) for p in per_layer)
+            )
             outs.append(out)
         return carry, outs
     arrays = [jnp.asarray(p) if _is_sequence(p) else p for p in per_layer]

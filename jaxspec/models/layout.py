@@ -12,10 +12,11 @@ from jaxtyping import Array, Bool, Int
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RaggedLayout:
-    """M rows as contiguous segments of R requests. Prefill, chunked prefill, verification and decoding differ only in it.
+    """M rows as contiguous segments of R requests. Prefill, chunked prefill, verification and decoding differ only
+    in it.
 
-    Rows that are not `valid` are padding: they write to the trash page, nobody attends them, and their ids are in range.
-    `slots` is a row's index in its request's cache; it differs from the RoPE `positions` only in a tree.
+    Rows that are not `valid` are padding: they write to the trash page, nobody attends them, and their ids are in
+    range. `slots` is a row's index in its request's cache; it differs from the RoPE `positions` only in a tree.
     """
 
     starts: Int[Array, "R"]
@@ -29,7 +30,9 @@ class RaggedLayout:
     max_rows: int = dataclasses.field(metadata={"static": True})  # the longest segment that this shape can hold
 
     def grid(self) -> tuple[Int[Array, "R Q"], Bool[Array, "R Q"]]:
-        """Row index of each request's q-th row (Q = max_rows; in range also where there is none), and whether it exists."""
+        """Row index of each request's q-th row (Q = max_rows; in range also where there is none), and whether it
+        exists.
+        """
         offsets = jnp.arange(self.max_rows)
         rows = jnp.clip(self.starts[:, None] + offsets, 0, self.positions.shape[0] - 1)
         return rows, offsets < self.lengths[:, None]
@@ -38,7 +41,8 @@ class RaggedLayout:
 def uniform_layout(
     first: Int[Array, "R"], lengths: Int[Array, "R"], page_table: Int[Array, "R P"], rows: int
 ) -> RaggedLayout:
-    """Each request owns `rows` consecutive rows, of which its first `lengths` are valid, at positions first, first + 1, …
+    """Each request owns `rows` consecutive rows, of which its first `lengths` are valid, at positions first, first +
+    1, …
 
     Decoding and verification (rows = m + 1) and the prefill of one request (R = 1, rows = the chunk) both use it.
     """

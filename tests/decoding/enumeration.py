@@ -47,9 +47,7 @@ def random_case(rng: np.random.Generator, vocab: int, m: int, *, zeros: float = 
 
     # The code computes in float32: tables that float32 holds exactly keep the comparison about the rule.
     exact = lambda x: x.astype(np.float32).astype(np.float64)  # noqa: E731
-    return Case(
-        tuple(exact(table(k, False)) for k in range(m + 1)), tuple(exact(table(k, one_hot)) for k in range(m))
-    )
+    return Case(tuple(exact(table(k, False)) for k in range(m + 1)), tuple(exact(table(k, one_hot)) for k in range(m)))
 
 
 def target_law(case: Case) -> np.ndarray:
@@ -63,7 +61,9 @@ def target_law(case: Case) -> np.ndarray:
 def output_law(case: Case, accept: AcceptFn, cut: int) -> np.ndarray:
     """Law of the first m + 1 tokens when a round with `cut` kept drafts is followed by plain decoding."""
     rows = _branches(case)
-    accepted, _ = accept(rows.p, rows.drafts, rows.q, rows.u, np.full(len(rows.weight), 0.5), np.full(len(rows.weight), cut))
+    accepted, _ = accept(
+        rows.p, rows.drafts, rows.q, rows.u, np.full(len(rows.weight), 0.5), np.full(len(rows.weight), cut)
+    )
     rows = _last_intervals(rows, accepted, case)
     accepted, last = accept(rows.p, rows.drafts, rows.q, rows.u, rows.u_last, np.full(len(rows.weight), cut))
     law = np.zeros((case.vocab,) * (case.m + 1))
@@ -168,7 +168,7 @@ def _cumulative(weights: np.ndarray) -> np.ndarray:
 def wrong_accept(*, strict: bool = True, renormalise: bool = True) -> AcceptFn:
     """Token-wise rejection in plain numpy, with two classical faults to switch on (negative controls)."""
 
-    def accept(p, drafts, q, u, u_last, cut):  # noqa: ANN001, ANN202
+    def accept(p, drafts, q, u, u_last, cut):
         accepted, last = np.zeros(len(u), int), np.zeros(len(u), int)
         for i in range(len(u)):
             m = drafts.shape[1]

@@ -20,7 +20,7 @@ CHUNK = 4096
 
 
 @functools.partial(jax.jit, static_argnames=("mode", "kind"))
-def served_accept(p, drafts, q, u, u_last, cut, *, mode, kind):  # noqa: ANN001, ANN201
+def served_accept(p, drafts, q, u, u_last, cut, *, mode, kind):
     rows = p.shape[0]
     if kind == "point":
         law = Point(drafts, p.shape[-1])
@@ -35,8 +35,8 @@ def served_accept(p, drafts, q, u, u_last, cut, *, mode, kind):  # noqa: ANN001,
     return out.accepted, out.token
 
 
-def through_jaxspec(mode: str, kind: str = "dense"):  # noqa: ANN201
-    def run(p, drafts, q, u, u_last, cut):  # noqa: ANN001, ANN202
+def through_jaxspec(mode: str, kind: str = "dense"):
+    def run(p, drafts, q, u, u_last, cut):
         pad = lambda x: np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, VOCAB - x.shape[-1])])  # noqa: E731
         accepted, last = [], []
         for start in range(0, len(u), CHUNK):
@@ -123,7 +123,9 @@ def test_B03_extreme_uniforms(mode: str) -> None:
     one = lambda *rows: np.array([rows])  # noqa: E731
     bonus = [0.5, 0.5]
     # u = 0 with p(d) = 0: rejected, whatever q says.
-    accepted, last = run(one([0.0, 1.0], bonus), np.array([[0]]), one([0.5, 0.5]), np.zeros((1, 1)), np.array([0.5]), np.array([1]))
+    accepted, last = run(
+        one([0.0, 1.0], bonus), np.array([[0]]), one([0.5, 0.5]), np.zeros((1, 1)), np.array([0.5]), np.array([1])
+    )
     assert (accepted[0], last[0]) == (0, 1)
     # u just below 1 with p = q: accepted.
     almost = np.full((1, 1), np.nextafter(np.float32(1), np.float32(0)))
@@ -131,7 +133,9 @@ def test_B03_extreme_uniforms(mode: str) -> None:
     assert accepted[0] == 1
     # A drafter that emits an id of q = 0, or a NaN q: rejected, and the last token is one that p allows.
     for q in ([0.0, 1.0], [np.nan, np.nan]):
-        accepted, last = run(one([0.0, 1.0], bonus), np.array([[0]]), one(q), np.full((1, 1), 0.3), np.array([0.3]), np.array([1]))
+        accepted, last = run(
+            one([0.0, 1.0], bonus), np.array([[0]]), one(q), np.full((1, 1), 0.3), np.array([0.3]), np.array([1])
+        )
         assert (accepted[0], last[0]) == (0, 1)
 
 
