@@ -18,7 +18,7 @@ setup-312:  ## .venv-3.12, where a Python 3.12 is found
 	else echo "setup-312: no Python 3.12 found, going on without it"; fi
 
 demo: setup  ## trains, exports, reloads and serves a drafter for a real model
-	@$(PY) demo/run.py
+	@$(PY) -m demo.run
 
 test:  ## everything CI runs: set-up, lint, the suite, the fast suite on 3.12, age of the slow results
 	@$(PYTHON) tools/stages.py

@@ -36,6 +36,9 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         import importlib
 
+        from jaxspec.platform import quiet_platform
+
+        quiet_platform()
         return getattr(importlib.import_module("jaxspec.api"), name)
     raise AttributeError(f"module 'jaxspec' has no attribute {name!r}")
 

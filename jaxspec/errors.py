@@ -11,6 +11,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "HubError",
+    "InvariantError",
     "JaxspecError",
     "RequestError",
     "ResumeError",
@@ -41,6 +42,10 @@ class DataError(JaxspecError):
 
 class RequestError(JaxspecError):
     """A generation request cannot be served: bad sampling parameters, a prompt that is too long, no free slot."""
+
+
+class InvariantError(JaxspecError):
+    """A debug build found a fault in the program itself: an index out of range, or a broken promise of the loop."""
 
 
 class ResumeError(JaxspecError):

@@ -2,9 +2,9 @@
 
     python tools/record_transformers_answers.py FOLDER tests/fixtures/smollm2_transformers_answers.json
 
-FOLDER is the converted Hugging Face folder (`jaxspec.checkpoints.smollm2.smollm2()` returns it). Run it in an environment of its
-own with `torch==2.13.0` and `transformers==5.24.0`; jaxspec never imports torch. float32, one sequence at a time, raw argmax of
-the logits (lowest id on ties), stopping after an end-of-turn token or 48 tokens.
+FOLDER is the converted Hugging Face folder (`jaxspec.checkpoints.smollm2.smollm2()` returns it). Run it in an
+environment of its own with `torch==2.13.0` and `transformers==5.24.0`; jaxspec never imports torch. float32, one
+sequence at a time, raw argmax of the logits (lowest id on ties), stopping after an end-of-turn token or 48 tokens.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def main() -> None:
     stops = {tokenizer.eos_token_id}
     records = []
     for question in QUESTIONS:
-        text = tokenizer.apply_chat_template([{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+        )
         prompt_ids = tokenizer.encode(text, add_special_tokens=False)
         tokens, smallest = answer(model, prompt_ids, stops)
         finish = "stop" if tokens[-1] in stops else "length"

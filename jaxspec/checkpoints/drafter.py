@@ -22,6 +22,7 @@ from jaxspec.checkpoints.coverage import ignorable
 from jaxspec.checkpoints.hub import locate
 from jaxspec.checkpoints.store import TensorFolder, match, read_config, write_folder
 from jaxspec.checkpoints.target import Target, float_dtype
+from jaxspec.checkpoints.vocab_map import D2T, T2D, check_vocab_map
 from jaxspec.drafters.base import Shared
 from jaxspec.drafters.registry import drafter_from_hf
 from jaxspec.errors import CheckpointError, ConfigError
@@ -98,6 +99,8 @@ def load_drafter(
     dtype = target.dtype if dtype is None else float_dtype(dtype, "drafter.dtype")
     folder = TensorFolder(located.path)
     names = _own_names(folder)
+    maps = {name: folder.read(names[name]) for name in (D2T, T2D) if name in names}
+    check_vocab_map(raw, maps, target.config.vocab_size, where=str(located.path))
     abstract = flatten(drafter.abstract_params(dtype))
     expected = {name: tuple(leaf.shape) for name, leaf in abstract.items()}
     own = {

@@ -64,18 +64,28 @@ def tokenizer_files(fields: dict[str, Any], *, where: str, vocab_size: int, max_
         if token is not None and not 0 <= token < vocab_size:
             raise CheckpointError(f"{where}: tokenizer.ggml.{key}_token_id: found {token}, expected below {vocab_size}")
     return {
-        "tokenizer.json": _tokenizer(fields, pre, tokens, merges, types).to_str(pretty=False),
+        "tokenizer.json": _tokenizer(fields, where, pre, tokens, merges, types).to_str(pretty=False),
         "tokenizer_config.json": _config(fields, tokens, max_length),
     }
 
 
-def _tokenizer(fields: dict[str, Any], pre: str, tokens: list[str], merges: list[str], types: list[int]) -> Any:
+def _tokenizer(
+    fields: dict[str, Any], where: str, pre: str, tokens: list[str], merges: list[str], types: list[int]
+) -> Any:
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
     kind = _KINDS[pre]
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    halves = [merge.partition(" ") for merge in merges]
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    bpe = models.BPE(vocab=vocabulary, merges=pairs, fuse_unk=False, ignore_merges=kind.whole_pieces)
+    try:
+        bpe = models.BPE(
+            vocab=vocabulary,
+            merges=[(left, right) for left, _, right in halves],
+            fuse_unk=False,
+            ignore_merges=kind.whole_pieces,
+        )
+    except Exception as error:  # the Rust library has no type of its own for this
+        raise CheckpointError(f"{where}: tokenizer.ggml.merges: {error}; expected merges of its own tokens") from error
     tokenizer = Tokenizer(bpe)
     if kind.nfc:
         tokenizer.normalizer = normalizers.NFC()

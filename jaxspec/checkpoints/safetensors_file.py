@@ -154,7 +154,7 @@ def read_tensor(header: Header, name: str) -> np.ndarray:
     try:
         with header.path.open("rb") as file:
             file.seek(entry.start)
-            count = file.readinto(memoryview(buffer)) if entry.nbytes else 0
+            count = file.readinto(buffer.data) if entry.nbytes else 0
     except OSError as error:
         raise CheckpointError(f"{header.path}: tensor {name!r} cannot be read ({error.strerror})") from error
     if count != entry.nbytes:

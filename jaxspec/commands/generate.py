@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxspec.errors import DataError
+from jaxspec.errors import DataError, RequestError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,6 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--file", type=Path, metavar="JSONL", help='one object a line with "prompt"')
     parser.add_argument("--stream", action="store_true", help="print the text as it comes (one prompt)")
     parser.add_argument("--json", action="store_true", help="print one JSON object a prompt")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU, else bfloat16")
+    parser.add_argument("--num-slots", type=int, default=8, metavar="N", help="prompts decoded together (%(default)s)")
+    parser.add_argument(
+        "--max-context", type=int, default=2048, metavar="N", help="longest prompt + answer (%(default)s)"
+    )
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default %(default)s")
     sampling.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
@@ -38,11 +43,16 @@ def main(args: argparse.Namespace) -> int:
         raise DataError(
             f"--stream: found {len(prompts)} prompts{' and --json' if args.json else ''}, expected one prompt as text"
         )
+    for name in ("num_slots", "max_context"):
+        if getattr(args, name) < 1:
+            raise RequestError(f"--{name.replace('_', '-')}: found {getattr(args, name)}, expected at least 1")
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos")
     sampling = {name: getattr(args, name) for name in names}
     from jaxspec.api import load  # after the prompts were read: loading takes seconds
 
-    engine = load(args.target, drafter=None if args.drafter.lower() == "none" else args.drafter)
+    drafter = None if args.drafter.lower() == "none" else args.drafter
+    slots = min(args.num_slots, len(prompts))
+    engine = load(args.target, drafter, dtype=args.dtype, num_slots=slots, max_context=args.max_context)
     if args.stream:
         for piece in engine.stream(prompts[0], **sampling):
             print(piece, end="", flush=True)
@@ -57,14 +67,14 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _record(prompt: str, answer: Any) -> dict[str, Any]:
-    new_tokens = sum(r + 1 for r in answer.accepted_lengths)
     return {
         "prompt": prompt,
         "text": answer.text,
         "token_ids": list(answer.tokens),
+        "prompt_tokens": len(answer.prompt_ids),
         "finish_reason": answer.finish_reason,
         "rounds": answer.rounds,
-        "tau": new_tokens / answer.rounds if answer.rounds else None,
+        "tau": answer.tau,
     }
 
 

@@ -14,7 +14,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     config = load_config(TrainConfig, args.config, args.overrides)
-    from jaxspec.training import main as training  # after the check, so that a wrong key costs no second
+    from jaxspec.evaluation.during_training import hook  # after the check, so that a wrong key costs no second
+    from jaxspec.training import main as training
 
-    training.run(config)
+    training.run(config, evaluate=hook(config))
     return 0

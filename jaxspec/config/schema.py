@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -25,7 +26,7 @@ def key(default: Any, doc: str, *, shown: str | None = None, **limits: Any) -> A
 
     `shown` replaces the default in the help where the real default depends on another key.
     """
-    extra = {"shown": shown} if shown is not None else None
+    extra: JsonDict | None = {"shown": shown} if shown is not None else None
     return Field(default, description=doc, json_schema_extra=extra, **limits)
 
 

@@ -32,6 +32,13 @@ class Acceptance:
     raw: Int[Array, "R"]  # accepted before the cut
     weights: Float[Array, "R V"] | None = None  # what an uncut last token is drawn from, not normalised
 
+    @property
+    def distribution(self) -> Float[Array, "R V"]:
+        """Law of an uncut last token."""
+        if self.weights is None:
+            raise ValueError("weights: found none, expected a sampled acceptance")
+        return self.weights / jnp.sum(self.weights, axis=-1, keepdims=True)
+
     def tokens(self, proposal: Proposal, fill: int = 0) -> Int[Array, "R m1"]:
         """[d_1 … d_r, last, fill …]."""
         slot = jnp.arange(proposal.tokens.shape[1] + 1)
@@ -59,8 +66,7 @@ def accept(
     greedy = greedy_accept(logits, proposal.tokens, counts)
 
     def sampled(_: None) -> tuple[Array, Array]:
-        p = jax.vmap(sampling.probabilities, in_axes=1, out_axes=1)(logits)
-        drawn = sampled_accept(p, proposal, u, u_last, counts, mode)
+        drawn = sampled_accept(sampling.probabilities(logits), proposal, u, u_last, counts, mode)
         return drawn.accepted, drawn.token
 
     drawn = jax.lax.cond(jnp.any(~sampling.greedy), sampled, lambda _: (greedy.accepted, greedy.token), None)

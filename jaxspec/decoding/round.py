@@ -54,7 +54,7 @@ class DecodeState:
     """Everything that a round reads and replaces."""
 
     slots: SlotState
-    target: list[KVPool]
+    target: Any  # one KVPool a layer, or one array of all
     draft: Any
 
 
@@ -100,6 +100,7 @@ class Program:
     acceptance: str = "ratio"
     confidence_threshold: float = 0.0
     num_proposals: int | None = None  # None: as many as the drafter gives
+    stacked: bool = False  # target layers as one dict of arrays (a trainer's form), so its pools are one array too
     record: bool = False
 
     @property
@@ -129,9 +130,10 @@ class Program:
             sampling=SlotSampling.zeros(slots),
             page_table=1 + jnp.arange(slots * pages, dtype=jnp.int32).reshape(slots, pages),
         )
+        target = jnp.stack(pools) if self.stacked else pools
         draft = self.drafter.init_state(count, self.page_size, dtype)
         poison = lambda tree: jax.tree.map(lambda x: jnp.full_like(x, fill), tree) if fill != 0 else tree  # noqa: E731
-        return DecodeState(state, poison(pools), poison(draft))
+        return DecodeState(state, poison(target), poison(draft))
 
     # -- the five functions -------------------------------------------------------------------------------------------
 

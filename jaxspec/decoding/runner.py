@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from jaxspec.decoding import debug as checks
 from jaxspec.decoding.compilations import CompilationCounter
 from jaxspec.decoding.request import SamplingParams, validate_prompt
 from jaxspec.decoding.round import PrefillInput, Program, Weights
@@ -82,6 +83,7 @@ class SlotRunner:
     """`num_slots` requests side by side, each up to `max_context` tokens of prompt and answer.
 
     Not thread-safe: one thread owns it. Every device value is reached through the two executables and `np.asarray`.
+    `debug` runs the same programs with their indices, ids and invariants checked (`jaxspec.decoding.debug`).
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class SlotRunner:
         eos_token_ids: Sequence[int] | None = None,
         observe: Callable[[RoundTrace], None] | None = None,
         cache_fill: float = 0.0,
+        debug: bool = False,
     ):
         decoder = target.model
         max_context = min(max_context, decoder.config.max_position)
@@ -115,21 +118,24 @@ class SlotRunner:
             decoder.embedding(target.params) if embedding is None else embedding,
             decoder.head(target.params) if head is None else head,
         )
-        self.program = Program(
+        build = checks.DebugProgram if debug else Program
+        self.program = build(
             decoder,
-            drafter,
+            checks.Watched(drafter, decoder.config.vocab_size) if debug else drafter,
             max_context,
             num_slots,
             page_size,
             acceptance=acceptance,
             confidence_threshold=confidence_threshold,
             num_proposals=num_proposals,
+            stacked=not isinstance(target.params["model"]["layers"], list),
             record=observe is not None,
         )
         self.weights = Weights(target.params, draft.params if draft is not None else {}, shared)
         self.prefill_chunk = prefill_chunk
         self._eos = frozenset(decoder.config.eos_token_ids if eos_token_ids is None else eos_token_ids)
         self._observe = observe
+        self._debug = debug
         self._device = next(iter(shared.embedding.devices()))
         with jax.default_device(self._device):
             dtype = shared.embedding.dtype
@@ -161,26 +167,38 @@ class SlotRunner:
         return times
 
     def _compile_prefill(self) -> None:
-        step = jax.jit(self.program.prefill, donate_argnums=1)
+        step = self._jit(self.program.prefill)
         example = self._chunk([0], 0, 1, 0, False, SamplingParams(), 0, (0, 0))
         self._prefill = step.lower(self.weights, self._state, example).compile()
 
     def _compile_round(self) -> None:
-        step = jax.jit(self.program.round, donate_argnums=1)
+        step = self._jit(self.program.round)
         self._round = step.lower(self.weights, self._state, self._alive()).compile()
+
+    def _jit(self, function: Callable[..., Any]) -> Any:
+        return jax.jit(checks.checked(function) if self._debug else function, donate_argnums=1)
+
+    def _run(self, executable: Any, inputs: Any) -> Any:
+        """Replaces the state (the old one was donated) and returns the call's output."""
+        out = executable(self.weights, self._state, inputs)
+        error, (self._state, output) = out if self._debug else (None, out)
+        if error is not None:
+            checks.throw(error)
+        return output
 
     def _run_empty(self) -> None:
         """An empty chunk and a round over no request: whatever is set up lazily is set up here, not under a user."""
-        self._state, token = self._prefill(
-            self.weights, self._state, self._chunk([0], 0, 0, 0, False, SamplingParams(), 0, (0, 0))
-        )
-        self._state, output = self._round(self.weights, self._state, self._alive())
-        jax.block_until_ready((token, output))
+        token = self._run(self._prefill, self._chunk([0], 0, 0, 0, False, SamplingParams(), 0, (0, 0)))
+        jax.block_until_ready((token, self._run(self._round, self._alive())))
 
     @property
     def compile_count(self) -> int:
         """Backend compilations of this process since warm-up; 0 unless something went wrong."""
         return self._compilations.count
+
+    def replace_draft(self, params: Any) -> None:
+        """Other weights for the same drafter (an evaluation inside a training run)."""
+        self.weights = dataclasses.replace(self.weights, draft=params)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -245,7 +263,7 @@ class SlotRunner:
             count = min(len(prompt) - start, self.prefill_chunk)
             final = start + count == len(prompt)
             chunk = self._chunk(piece, start, count, slot, final, params, handle, words, sample)
-            self._state, token = self._prefill(self.weights, self._state, chunk)
+            token = self._run(self._prefill, chunk)
         request = _Request(handle, params, len(prompt), self._stops(params), [])
         self._slots[slot] = request
         self._emit(slot, [int(np.asarray(token))], from_round=False)
@@ -254,8 +272,7 @@ class SlotRunner:
     def step(self) -> list[Event]:
         """One round for all requests. Returns the events since the last step, first tokens first."""
         if any(self._slots):
-            self._state, output = self._round(self.weights, self._state, self._alive())
-            self._read(output)
+            self._read(self._run(self._round, self._alive()))
         events = list(self._pending)
         self._pending.clear()
         return events
@@ -280,6 +297,15 @@ class SlotRunner:
                 self._observe(RoundTrace(request.handle, count - 1, int(out.verified[slot]), arrays))
             accepted, proposed = max(count - 1, 0), int(out.verified[slot])
             self._emit(slot, out.tokens[slot, :count].tolist(), accepted=accepted, proposed=proposed)
+
+        if self._debug:
+            self._check_lengths()
+
+    def _check_lengths(self) -> None:
+        positions = np.asarray(self._state.slots.positions)
+        for slot, request in enumerate(self._slots):
+            if request is not None:
+                checks.check_lengths(slot, int(positions[slot]), request.prompt_tokens, len(request.emitted))
 
     def _emit(self, slot: int, tokens: list[int], **about: Any) -> None:
         """Trims at the first stop token or limit, reports, and frees the slot of a finished request."""

@@ -32,35 +32,40 @@ class SlotSampling:
         """Rows that take the argmax."""
         return jnp.logical_not(self.temperature > 0)
 
-    def draft_probs(self, logits: Float[Array, "R V"]) -> Float[Array, "R V"]:
+    def draft_probs(self, logits: Float[Array, "R *slots V"]) -> Float[Array, "R *slots V"]:
         """The same processing for a drafter's rows: a q shaped like p is accepted more often."""
         return self.probabilities(logits)
 
-    def probabilities(self, logits: Float[Array, "R V"]) -> Float[Array, "R V"]:
-        """p in float32: temperature, top-k, top-p, min-p in this order; one-hot argmax (lowest id) for greedy rows.
+    def probabilities(self, logits: Float[Array, "R *slots V"]) -> Float[Array, "R *slots V"]:
+        """p in float32: temperature, top-k, top-p, min-p in this order; one-hot argmax (lowest id) for greedy requests.
 
         The sort that top-k and top-p need runs only when a sampled row asks for either.
         """
         logits = logits.astype(jnp.float32)
-        scale = jnp.where(self.greedy, 1.0, self.temperature)[:, None]
-        scaled = jnp.where(self.greedy[:, None], 0.0, logits / scale)
+        greedy, temperature, min_p = (_over(x, logits.ndim) for x in (self.greedy, self.temperature, self.min_p))
+        scaled = jnp.where(greedy, 0.0, logits / jnp.where(greedy, 1.0, temperature))
         asked = jnp.any(~self.greedy & ((self.top_k > 0) | (self.top_p < 1)))
         kept = jax.lax.cond(asked, self._top_k_top_p, lambda rows: jnp.ones(rows.shape, bool), scaled)
         probs = jax.nn.softmax(jnp.where(kept, scaled, -jnp.inf), axis=-1)
         peak = jnp.max(probs, axis=-1, keepdims=True)
-        probs = jnp.where((self.min_p[:, None] > 0) & (probs < self.min_p[:, None] * peak), 0.0, probs)
+        probs = jnp.where((min_p > 0) & (probs < min_p * peak), 0.0, probs)
         probs = probs / jnp.sum(probs, axis=-1, keepdims=True)
         best = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
-        return jnp.where(self.greedy[:, None], best, probs)
+        return jnp.where(greedy, best, probs)
 
-    def _top_k_top_p(self, logits: Float[Array, "R V"]) -> Bool[Array, "R V"]:
+    def _top_k_top_p(self, logits: Float[Array, "R *slots V"]) -> Bool[Array, "R *slots V"]:
         """Ranks are exact: ties are broken towards the lowest id, so top_k = 1 keeps one id."""
+        top_k, top_p = _over(self.top_k, logits.ndim), _over(self.top_p, logits.ndim)
         order = jnp.argsort(logits, axis=-1, descending=True, stable=True)
         ranked = jnp.take_along_axis(logits, order, axis=-1)
         rank = jnp.arange(logits.shape[-1])
-        kept = (self.top_k[:, None] <= 0) | (rank < self.top_k[:, None])
+        kept = (top_k <= 0) | (rank < top_k)
         probs = jax.nn.softmax(jnp.where(kept, ranked, -jnp.inf), axis=-1)
         before = jnp.cumsum(probs, axis=-1) - probs
-        kept &= (rank == 0) | (self.top_p[:, None] >= 1) | (before < self.top_p[:, None])
-        row = jnp.arange(logits.shape[0])[:, None]
-        return jnp.zeros(logits.shape, bool).at[row, order].set(kept)
+        kept &= (rank == 0) | (top_p >= 1) | (before < top_p)
+        return jnp.put_along_axis(jnp.zeros(logits.shape, bool), order, kept, axis=-1, inplace=False)
+
+
+def _over(values: Array, dimensions: int) -> Array:
+    """[R] -> [R, 1, …]."""
+    return values.reshape(-1, *[1] * (dimensions - 1))

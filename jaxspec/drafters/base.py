@@ -135,7 +135,7 @@ class DraftSampling(Protocol):
         """Requests that take the argmax."""
         ...
 
-    def draft_probs(self, logits: Float[Array, "R V"]) -> Float[Array, "R V"]:
+    def draft_probs(self, logits: Float[Array, "R *slots V"]) -> Float[Array, "R *slots V"]:
         """The distribution that a drafter draws from (one-hot for greedy rows)."""
         ...
 

@@ -102,7 +102,7 @@ class DFlash(BlockDrafter):
         trace = {"draft_hidden": hidden}
         if self.draft_sampling == "argmax":
             return Proposal(best, Point(best, logits.shape[-1]), trace=trace)
-        probs = jax.vmap(sampling.draft_probs, in_axes=1, out_axes=1)(logits)
+        probs = sampling.draft_probs(logits)
         positions = slots.positions[:, None] + 1 + jnp.arange(self.num_proposals)
         drawn = inverse_cdf(probs, uniforms(keys, positions, Purpose.DRAFT))
         return Proposal(jnp.where(sampling.greedy[:, None], best, drawn), Dense(probs), trace=trace)

@@ -53,11 +53,12 @@ class Checkpoints:
         """The JSON part alone."""
         return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
 
-    def restore(self, step: int, like: Any, sharding: jax.sharding.Sharding) -> TrainState:
+    def restore(self, step: int, like: Any, sharding: Any) -> TrainState:
         """The state of `step`, placed as asked: the mesh that wrote it does not matter.
 
         Args:
           like: a state (arrays or abstract) with the expected structure and shapes.
+          sharding: one for every leaf, or a tree of them like the state.
 
         Raises:
           ResumeError: the checkpoint does not have that structure.

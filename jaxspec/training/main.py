@@ -138,6 +138,10 @@ def _prepare(config: TrainConfig, target: Target | None, reporter: Reporter) -> 
     marks = fp.fingerprint(config, examples, draft.drafter.to_hf(), identity, total)
     # one copy of the weights: the stacked form replaces the list of layers
     target = dataclasses.replace(target, params=stack_layers(target.params))
+    if not draft.drafter.needs_teacher and not config.run.eval_every:
+        model, params = target.model.truncated(target.params, draft.drafter.taps)
+        spec = dataclasses.replace(spec, model=model)
+        target = dataclasses.replace(target, params=params)
     return _Run(config, target, draft, examples, padded_length(examples, data.max_length), total, marks, spec, reporter)
 
 

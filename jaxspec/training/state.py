@@ -66,10 +66,17 @@ def create(params: Any, optimizer: optax.GradientTransformation, key: jax.Array)
 
 
 def abstract(state: Any, sharding: Any = None) -> Any:
-    """Shapes, dtypes and shardings of a state or batch, for compiling and for restoring."""
+    """Shapes, dtypes and shardings of a state or batch, for compiling and for restoring.
 
-    def one(leaf: Any) -> jax.ShapeDtypeStruct:
-        place = sharding if sharding is not None else getattr(leaf, "sharding", None)
+    Args:
+      sharding: one for every leaf, or a tree of them; None keeps each leaf's own.
+    """
+
+    def one(leaf: Any, place: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
 
-    return jax.tree.map(one, state)
+    if sharding is None:
+        return jax.tree.map(lambda leaf: one(leaf, getattr(leaf, "sharding", None)), state)
+    if isinstance(sharding, jax.sharding.Sharding):
+        return jax.tree.map(lambda leaf: one(leaf, sharding), state)
+    return jax.tree.map(one, state, sharding)

@@ -58,12 +58,16 @@ def test_unpermuted_rows_give_the_scores_of_the_interleaved_rope() -> None:
     assert not np.isclose(adjacent(stored_q) @ stored_k, halves(stored_q) @ stored_k)
 
 
-@pytest.mark.parametrize("kind", [gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_1, gguf.GGMLQuantizationType.F16])
+@pytest.mark.parametrize(
+    "kind", [gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_1, gguf.GGMLQuantizationType.F16]
+)
 def test_quantised_tensors_are_dequantised_before_they_are_reordered(kind: Any, tmp_path: Path) -> None:
     tensors = tiny.hf_tensors("llama")
     folder = TensorFolder(_convert(tmp_path, "llama", tensors, quantise=kind))
     for name, value in tensors.items():
-        assert np.abs(folder.read(name).astype(np.float32) - value).max() <= (0.08 if kind.name == "Q4_1" else 0.01), name
+        assert np.abs(folder.read(name).astype(np.float32) - value).max() <= (0.08 if kind.name == "Q4_1" else 0.01), (
+            name
+        )
 
 
 def _llama3_factors(factor: float = 32.0, low: float = 1.0, high: float = 4.0, original: int = 8192) -> np.ndarray:
@@ -89,13 +93,18 @@ def test_llama3_rope_factors_become_their_parameters(tmp_path: Path) -> None:
 
 
 def test_unknown_rope_factors_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"rope_freqs\.weight: found factors up to 3 that no released Llama 3 uses"):
+    with pytest.raises(
+        CheckpointError, match=r"rope_freqs\.weight: found factors up to 3 that no released Llama 3 uses"
+    ):
         _convert(tmp_path, "llama", raw={"rope_freqs.weight": np.full(tiny.DIM // 2, 3.0, np.float32)})
 
 
 def test_linear_and_yarn_scaling(tmp_path: Path) -> None:
     linear = {"qwen3.rope.scaling.type": "linear", "qwen3.rope.scaling.factor": 4.0}
-    assert read_config(_convert(tmp_path, "qwen3", fields=linear))["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
+    assert read_config(_convert(tmp_path, "qwen3", fields=linear))["rope_scaling"] == {
+        "rope_type": "linear",
+        "factor": 4.0,
+    }
     yarn = linear | {"qwen3.rope.scaling.type": "yarn", "qwen3.rope.scaling.original_context_length": 128}
     assert read_config(_convert(tmp_path, "qwen3", fields=yarn))["rope_scaling"] == {
         "rope_type": "yarn",
@@ -109,7 +118,10 @@ def test_linear_and_yarn_scaling(tmp_path: Path) -> None:
     [
         ({"llama.expert_count": 8}, r"llama\.expert_count: found 8"),
         ({"llama.attention.sliding_window": 64}, r"sliding_window: found 64"),
-        ({"llama.rope.scaling.type": "longrope"}, r"rope\.scaling\.type: found 'longrope', expected none, linear or yarn"),
+        (
+            {"llama.rope.scaling.type": "longrope"},
+            r"rope\.scaling\.type: found 'longrope', expected none, linear or yarn",
+        ),
         ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0}, r"original_context_length None"),
         (
             {
@@ -122,10 +134,14 @@ def test_linear_and_yarn_scaling(tmp_path: Path) -> None:
         ),
         ({"llama.rope.dimension_count": 4}, r"rope\.dimension_count: found 4, expected the head dimension 8"),
         ({"llama.block_count": None}, r"llama\.block_count: found none"),
-        ({"llama.block_count": 1}, r"found tensor 'blk\.1\.\w+\.weight', expected the tensors of a dense llama model with 1"),
+        (
+            {"llama.block_count": 1},
+            r"found tensor 'blk\.1\.\w+\.weight', expected the tensors of a dense llama model with 1",
+        ),
         ({"tokenizer.ggml.pre": "tekken"}, r"tokenizer\.ggml\.pre: found 'tekken', expected one of gpt-2, smollm"),
         ({"tokenizer.ggml.model": "llama"}, r"tokenizer\.ggml\.model: found 'llama', expected 'gpt2'"),
         ({"tokenizer.ggml.tokens": tiny.TOKENS[:-1]}, r"tokenizer\.ggml\.tokens: found 264 .* expected 265"),
+        ({"tokenizer.ggml.merges": ["h zz"]}, r"tokenizer\.ggml\.merges: .*; expected merges of its own tokens"),
         ({"tokenizer.ggml.token_type": [1, 1]}, r"token_type: found 2, expected 265"),
         ({"tokenizer.ggml.eos_token_id": 9999}, r"eos_token_id: found 9999, expected below 265"),
         ({"split.count": 2}, r"split\.count: found 2, expected one file"),
@@ -138,7 +154,9 @@ def test_what_cannot_be_converted_is_one_clear_error(fields: dict[str, Any], wor
 
 
 def test_unknown_architecture_and_broken_files(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"general\.architecture: found 'gemma', expected one of llama, qwen2, qwen3"):
+    with pytest.raises(
+        CheckpointError, match=r"general\.architecture: found 'gemma', expected one of llama, qwen2, qwen3"
+    ):
         _convert(tmp_path, "gemma", tiny.hf_tensors("llama"))
     whole = (tmp_path / "m.gguf").read_bytes()
     for keep in (0, 3, 200, len(whole) - 50):
@@ -187,7 +205,9 @@ def test_bos_is_added_only_where_the_file_asks_for_it(tmp_path: Path) -> None:
 
 def test_chat_template_travels(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(_convert(tmp_path, "llama"))
-    assert tokenizer.decode(chat_ids(tokenizer, "hello")) == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        tokenizer.decode(chat_ids(tokenizer, "hello")) == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def test_several_stop_tokens(tmp_path: Path) -> None:

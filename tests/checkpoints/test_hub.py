@@ -83,7 +83,9 @@ def test_pickle_only_repository_is_refused_unfetched(hub: Hub) -> None:
 
 def test_offline_and_not_cached(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(HubError, match=r"tiny/model: not \(completely\) in the local cache, and HF_HUB_OFFLINE forbids"):
+    with pytest.raises(
+        HubError, match=r"tiny/model: not \(completely\) in the local cache, and HF_HUB_OFFLINE forbids"
+    ):
         resolve("tiny/model")
     assert hub.requests == []
 
@@ -98,7 +100,9 @@ def test_offline_and_cached(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_hub_out_of_reach(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # the discard port: nobody listens there
-    with pytest.raises(HubError, match=r"127\.0\.0\.1:9 cannot be reached .* not in the local cache; check the network"):
+    with pytest.raises(
+        HubError, match=r"127\.0\.0\.1:9 cannot be reached .* not in the local cache; check the network"
+    ):
         resolve("tiny/model")
 
 
@@ -110,7 +114,15 @@ def test_hub_that_is_down(hub: Hub) -> None:
 
 def test_path_that_does_not_exist_is_no_hub_lookup(hub: Hub, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    for source in ("./gone", "../gone/x", "a/b/c", "~/no-such-folder-here", str(tmp_path / "gone"), "out/gone", "org/gone/"):
+    for source in (
+        "./gone",
+        "../gone/x",
+        "a/b/c",
+        "~/no-such-folder-here",
+        str(tmp_path / "gone"),
+        "out/gone",
+        "org/gone/",
+    ):
         with pytest.raises(CheckpointError, match="found no such folder"):
             resolve(source)
     with pytest.raises(CheckpointError, match="found no such GGUF file"):

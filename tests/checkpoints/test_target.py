@@ -40,7 +40,9 @@ def test_B43_every_leaf_comes_from_the_file(name: str, targets: Path) -> None:
     target = load_target(targets / name, "float32")
     folder = TensorFolder(targets / name)
     # What an initialiser would have left behind is NaN here, so any leaf that loading forgot shows.
-    start = {key: np.full(leaf.shape, np.nan) for key, leaf in flatten(target.model.abstract_params(jnp.float32)).items()}
+    start = {
+        key: np.full(leaf.shape, np.nan) for key, leaf in flatten(target.model.abstract_params(jnp.float32)).items()
+    }
     flat = start | {key: np.asarray(value) for key, value in flatten(target.params).items()}
     assert flat.keys() == start.keys() == set(folder.names())
     assert not any(np.isnan(value).any() for value in flat.values())
@@ -78,7 +80,9 @@ def test_tied_target_with_the_head_written_as_well(targets: Path, tmp_path: Path
     with pytest.raises(CheckpointError, match=r"lm_head\.weight that differs .* tie_word_embeddings is true"):
         load_target(other, "float32")
     short = _copy(source, tmp_path / "short", **{"lm_head.weight": np.zeros((32, 64), np.float32)})
-    with pytest.raises(CheckpointError, match=r"1 of the wrong shape: lm_head\.weight \(found \[32, 64\], expected \[256, 64\]\)"):
+    with pytest.raises(
+        CheckpointError, match=r"1 of the wrong shape: lm_head\.weight \(found \[32, 64\], expected \[256, 64\]\)"
+    ):
         load_target(short, "float32")
 
 
@@ -91,8 +95,13 @@ def test_B43_missing_tensor_is_named(targets: Path, tmp_path: Path) -> None:
 
 
 def test_B43_left_over_and_misshapen_tensors_are_named(targets: Path, tmp_path: Path) -> None:
-    extra = {"model.layers.8.mlp.up_proj.weight": np.zeros((1, 1), np.float32), "model.norm.weight": np.zeros(3, np.float32)}
-    with pytest.raises(CheckpointError, match=r"1 left over: model\.layers\.8.*1 of the wrong shape: model\.norm\.weight"):
+    extra = {
+        "model.layers.8.mlp.up_proj.weight": np.zeros((1, 1), np.float32),
+        "model.norm.weight": np.zeros(3, np.float32),
+    }
+    with pytest.raises(
+        CheckpointError, match=r"1 left over: model\.layers\.8.*1 of the wrong shape: model\.norm\.weight"
+    ):
         load_target(_copy(targets / "q3a", tmp_path / "m", **extra), "float32")
 
 

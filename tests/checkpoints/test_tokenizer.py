@@ -55,7 +55,7 @@ def test_special_tokens_in_a_template_become_their_ids(tokenizer: Any) -> None:
 def test_no_template_and_refused_messages(folder: Path) -> None:
     tokenizer = load_tokenizer(folder)
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(DataError, match="the chat template refuses them .*roles must alternate"):
+    with pytest.raises(DataError, match=r"the chat template refuses them .*roles must alternate"):
         chat_ids(tokenizer, "he")
     tokenizer.chat_template = None
     with pytest.raises(CheckpointError, match="found no chat_template"):

@@ -16,7 +16,7 @@ from tests.decoding.enumeration import Case, output_law, random_case, target_law
 
 TOLERANCE = 1e-6
 VOCAB = 8  # tables of smaller vocabularies are padded with probability 0, so that few shapes are compiled
-CHUNK = 4096
+CHUNK = 1024
 
 
 @functools.partial(jax.jit, static_argnames=("mode", "kind"))

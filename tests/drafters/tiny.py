@@ -84,7 +84,10 @@ def random_params(drafter: Any, seed: int = 0, scale: float = 0.3) -> Any:
     leaves, tree = jax.tree.flatten(abstract)
     rng = np.random.default_rng(seed)
     drawn = [
-        jnp.asarray(1 + 0.3 * rng.normal(size=leaf.shape) if leaf.ndim == 1 else scale * rng.normal(size=leaf.shape), jnp.float32)
+        jnp.asarray(
+            1 + 0.3 * rng.normal(size=leaf.shape) if leaf.ndim == 1 else scale * rng.normal(size=leaf.shape),
+            jnp.float32,
+        )
         for leaf in leaves
     ]
     return jax.tree.unflatten(tree, drawn)
@@ -98,7 +101,13 @@ def shared(seed: int = 1, vocab: int = VOCAB, hidden: int = HIDDEN) -> Shared:
 
 
 def batch(
-    anchors: Any, length: int = 14, keep: Any = None, loss_mask: Any = None, seed: int = 2, taps: int = 2, teacher: bool = True
+    anchors: Any,
+    length: int = 14,
+    keep: Any = None,
+    loss_mask: Any = None,
+    seed: int = 2,
+    taps: int = 2,
+    teacher: bool = True,
 ) -> Batch:
     """Random tokens and features with the given anchors [B, N]."""
     anchors = np.atleast_2d(np.asarray(anchors, np.int32))

@@ -30,7 +30,11 @@ def echo_kind(monkeypatch):
 
 def make_case(folder: Path, actual, expected, checks=None, kind="0.echo", **said) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    checks = {name: EXACT if value.dtype.kind != "f" else CLOSE for name, value in expected.items()} if checks is None else checks
+    checks = (
+        {name: EXACT if value.dtype.kind != "f" else CLOSE for name, value in expected.items()}
+        if checks is None
+        else checks
+    )
     declared = {name: {"shape": list(value.shape), "dtype": str(value.dtype)} for name, value in expected.items()}
     document = {"case": folder.name, "kind": kind, "config": {}, "expected": declared, "checks": checks, **said}
     (folder / "case.json").write_text(json.dumps(document))
@@ -104,7 +108,14 @@ def test_diagnostics_are_not_compared_but_a_case_of_nothing_else_fails(tmp_path,
 
 @pytest.mark.parametrize(
     "actual",
-    [FLOATS[:2], FLOATS.T.copy(), FLOATS[None], FLOATS.astype(np.int64), FLOATS > 0, np.where(FLOATS > 4, np.nan, FLOATS)],
+    [
+        FLOATS[:2],
+        FLOATS.T.copy(),
+        FLOATS[None],
+        FLOATS.astype(np.int64),
+        FLOATS > 0,
+        np.where(FLOATS > 4, np.nan, FLOATS),
+    ],
     ids=["short", "transposed", "rank", "integers", "bools", "nan"],
 )
 def test_shape_dtype_and_nan(actual):

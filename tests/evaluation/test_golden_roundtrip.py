@@ -31,13 +31,22 @@ def target_of(draft: Path):
 def stored(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     with safe_open(folder / "model.safetensors", framework="numpy") as file:
         names = list(file.keys())
-        return {name: (file.get_slice(name).get_dtype(), tuple(file.get_slice(name).get_shape()), file.get_tensor(name).tobytes()) for name in names}
+        return {
+            name: (
+                file.get_slice(name).get_dtype(),
+                tuple(file.get_slice(name).get_shape()),
+                file.get_tensor(name).tobytes(),
+            )
+            for name in names
+        }
 
 
 def test_every_draft_was_found_and_is_either_read_or_listed():
     found = {architecture(draft) for draft in DRAFTS}
     assert len(DRAFTS) >= 20
-    assert found - set(ARCHITECTURES) == NOT_YET, "an architecture is neither read nor listed as not yet, or the list is stale"
+    assert found - set(ARCHITECTURES) == NOT_YET, (
+        "an architecture is neither read nor listed as not yet, or the list is stale"
+    )
 
 
 @pytest.mark.parametrize("draft", DRAFTS, ids=lambda path: path.parent.name)

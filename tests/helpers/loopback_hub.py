@@ -101,7 +101,7 @@ def _route(hub: Hub, path: str) -> Answer:
     repo = hub.repos.get(name)
     if repo is None:
         return _refuse(404, "RepoNotFound", "Repository not found")
-    kind, revision, file = (rest + ["", "", ""])[0], (rest + ["main", "main"])[1], "/".join(rest[2:])
+    kind, revision, file = [*rest, ""][0], [*rest, "", "main"][1], "/".join(rest[2:])
     commit = repo.commit(revision if kind else "main")
     if commit is None:
         return _refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")

@@ -1,4 +1,4 @@
-"""Tiny GGUF files, written as llama.cpp's converter writes them, from the Hugging Face tensors they should turn back into."""
+"""Tiny GGUF files as llama.cpp's converter writes them, from the Hugging Face tensors they should turn back into."""
 
 from __future__ import annotations
 
@@ -55,9 +55,15 @@ def hf_tensors(arch: str, *, tied: bool = True, seed: int = 0) -> dict[str, np.n
             if arch == "qwen2":
                 tensors[f"{at}self_attn.{letter}_proj.bias"] = draw(shape[0])
         tensors[f"{at}self_attn.o_proj.weight"] = draw(HIDDEN, HEADS * DIM)
-        tensors[f"{at}mlp.gate_proj.weight"], tensors[f"{at}mlp.up_proj.weight"] = draw(INNER, HIDDEN), draw(INNER, HIDDEN)
+        tensors[f"{at}mlp.gate_proj.weight"], tensors[f"{at}mlp.up_proj.weight"] = (
+            draw(INNER, HIDDEN),
+            draw(INNER, HIDDEN),
+        )
         tensors[f"{at}mlp.down_proj.weight"] = draw(HIDDEN, INNER)
-        tensors[f"{at}input_layernorm.weight"], tensors[f"{at}post_attention_layernorm.weight"] = draw(HIDDEN), draw(HIDDEN)
+        tensors[f"{at}input_layernorm.weight"], tensors[f"{at}post_attention_layernorm.weight"] = (
+            draw(HIDDEN),
+            draw(HIDDEN),
+        )
         if arch == "qwen3":
             tensors[f"{at}self_attn.q_norm.weight"], tensors[f"{at}self_attn.k_norm.weight"] = draw(DIM), draw(DIM)
     return tensors

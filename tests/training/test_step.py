@@ -26,8 +26,7 @@ from tests.training import world
 
 @dataclasses.dataclass(frozen=True)
 class Scalar:
-    """A drafter with two parameters and a loss that can be worked out by hand: w * x over the supervised positions, plus
-    its squared total over another weight, so that the objective is not linear in its terms."""
+    """A drafter with two parameters. Its two terms have different weights and its objective is not linear in them."""
 
     taps: tuple = ()
     needs_teacher: bool = False
@@ -65,7 +64,9 @@ def test_B53_one_and_ninety_nine_supervised_tokens_weigh_the_same_under_accumula
     loss2, terms2, grads2 = gradients(Scalar(), params, shared, two, jax.random.split(jax.random.key(0), 2))
     np.testing.assert_allclose(loss, loss2, rtol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), (terms, grads), (terms2, grads2))
-    means = [gradients(Scalar(), params, shared, jax.tree.map(lambda x, i=i: x[i : i + 1, None], whole), jax.random.split(jax.random.key(0), 1))[2]["w"] for i in (0, 1)]  # fmt: skip
+    halves = [jax.tree.map(lambda leaf, i=i: leaf[i : i + 1, None], whole) for i in (0, 1)]
+    keys = jax.random.split(jax.random.key(0), 1)
+    means = [gradients(Scalar(), params, shared, half, keys)[2]["w"] for half in halves]
     assert abs(np.mean(means) - grads["w"]) > 0.05, "the case would not notice averaged micro-batches"
 
 
@@ -122,6 +123,7 @@ def test_B53_empty_batch_has_loss_zero_changes_nothing_and_is_counted(method):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(metrics["terms"]))
 
 
+@pytest.mark.ci
 def test_gradients_that_are_no_numbers_change_nothing_and_are_counted():
     spec = make_spec()
     state, frozen = make_world(spec)
@@ -253,6 +255,7 @@ def test_update_equals_adamw():
     np.testing.assert_allclose(mine["x"], other["x"], rtol=1e-6)
 
 
+@pytest.mark.ci
 def test_masters_are_float32_whatever_the_compute_dtype():
     spec = dataclasses.replace(make_spec(), dtype=jnp.bfloat16)
     state, frozen = make_world(spec)
@@ -287,3 +290,15 @@ def test_B68_anchors_and_losses_are_equal_for_one_two_and_four_devices():
         print("equal")
     """
     assert run_on_devices(code, 4).split() == ["equal"]
+
+
+def test_B52_teacher_states_give_the_targets_own_logits():
+    spec = make_spec("dspark")
+    target = world.target()
+    ids = jnp.asarray(make_batch()["input_ids"][0])
+    _, teacher = capture(target.model, spec.drafter, stack_layers(target.params), ids, jnp.bfloat16)
+    own = target.model.forward_sequences(target.params, ids)
+    assert teacher.dtype == jnp.float32  # the drafter's narrow dtype does not touch it
+    np.testing.assert_allclose(
+        target.model.logits(target.params, teacher), target.model.logits(target.params, own.hidden), atol=1e-5
+    )

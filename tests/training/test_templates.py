@@ -13,7 +13,8 @@ from jaxspec.training.templates import LLAMA3, QWEN, TemplateMismatch, Tokenizer
 from jaxspec.training.tokenise import check_pieces, encode
 
 # Behaves like Qwen3's: thoughts of earlier turns are dropped, the last answer gets an empty think block if it has none.
-QWEN3_LIKE = """{% set last = namespace(user=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set last.user = loop.index0 %}\
+QWEN3_LIKE = """{% set last = namespace(user=-1) %}{% for m in messages %}{% if m.role == 'user' %}\
+{% set last.user = loop.index0 %}\
 {% endif %}{% endfor %}{% for m in messages %}{% set text = m.content %}{% if m.role == 'assistant' %}\
 {% set answer = text.split('</think>')[-1].lstrip('\n') %}<|im_start|>assistant
 {% if loop.index0 > last.user %}{% if '</think>' in text %}<think>
@@ -29,6 +30,7 @@ QWEN3_LIKE = """{% set last = namespace(user=-1) %}{% for m in messages %}{% if 
 {{ text }}<|im_end|>
 {% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 LLAMA3_LIKE = """{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>
 
 {{ m.content | trim }}<|eot_id|>{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>
@@ -122,7 +124,7 @@ def test_B53_truncated_in_mid_answer(template):
 
 
 def test_pieces_equal_the_whole_text_where_no_token_crosses_an_edge():
-    tokenizer = make_tokenizer(QWEN3_LIKE)
+    tokenizer = make_tokenizer(CHATML)
     turns = talk("hello", "world")
     ids, _ = encode(tokenizer, TokenizerTemplate(tokenizer), turns, 1 << 20)
     assert ids.tolist() == tokenizer.encode(
@@ -145,7 +147,7 @@ def test_templates_that_cannot_work_are_named():
         TokenizerTemplate(make_tokenizer())
     with pytest.raises(DataError, match=r"data\.template.*no start or end"):
         TokenizerTemplate(make_tokenizer("{% for m in messages %}{{ m.content }} {% endfor %}"))
-    with pytest.raises(DataError, match="put|change|pieces"):
+    with pytest.raises(DataError, match="changes text"):
         check_pieces(make_tokenizer(prefix_space=True))
 
 

@@ -67,13 +67,17 @@ class Case:
     def input(self, name: str) -> np.ndarray:
         """One input tensor; DataError when the case does not have it."""
         if name not in self.inputs:
-            raise DataError(problem(f"{self.name}/{INPUTS_FILE}", f"no tensor {name!r}", f"the input that kind {self.kind} needs"))
+            raise DataError(
+                problem(f"{self.name}/{INPUTS_FILE}", f"no tensor {name!r}", f"the input that kind {self.kind} needs")
+            )
         return self.inputs[name]
 
     def setting(self, name: str) -> Any:
         """One value of the case's config; DataError when it is not there."""
         if name not in self.config:
-            raise DataError(problem(f"{self.name}/{CASE_FILE}: config.{name}", "nothing", f"the value that kind {self.kind} needs"))
+            raise DataError(
+                problem(f"{self.name}/{CASE_FILE}: config.{name}", "nothing", f"the value that kind {self.kind} needs")
+            )
         return self.config[name]
 
 
@@ -139,7 +143,9 @@ def _check(case: str, tensor: str, entry: Any) -> Check:
     unknown = set(entry) - {"mode", "rows_where", *MODES[mode]}
     missing = set(MODES[mode]) - set(entry)
     if unknown or missing:
-        raise DataError(problem(field, f"unknown {sorted(unknown)}, missing {sorted(missing)}", f"the keys of mode {mode!r}"))
+        raise DataError(
+            problem(field, f"unknown {sorted(unknown)}, missing {sorted(missing)}", f"the keys of mode {mode!r}")
+        )
     rows = entry.get("rows_where")
     if rows is not None and set(rows) != {"tensor", "above"}:
         raise DataError(problem(f"{field}.rows_where", repr(rows), "the keys tensor and above"))

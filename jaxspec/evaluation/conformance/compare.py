@@ -78,7 +78,10 @@ def rows_kept(check: Check, expected: Tensors, wanted: np.ndarray) -> tuple[np.n
         return nothing, f"its margin {check.margin} is missing in expected.safetensors"
     margin = expected[check.margin]
     if margin.ndim == 0 or wanted.ndim == 0 or margin.shape[0] != wanted.shape[0]:
-        return nothing, f"its margin {check.margin} has shape {list(margin.shape)}, the tensor {list(wanted.shape)}: no common rows"
+        return (
+            nothing,
+            f"its margin {check.margin} has shape {list(margin.shape)}, the tensor {list(wanted.shape)}: no common rows",
+        )
     if np.isnan(margin).any():
         return nothing, f"its margin {check.margin} holds NaN"
     return margin.reshape(margin.shape[0], -1).min(axis=1, initial=np.inf) > check.above, None

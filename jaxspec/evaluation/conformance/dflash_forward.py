@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxspec.decoding.sampling import SlotSampling
-from jaxspec.drafters.base import Rows, Slots
+from jaxspec.drafters.base import Rows, Shared, Slots
 from jaxspec.drafters.dflash import DFlash
 from jaxspec.evaluation.conformance.cases import Case, Tensors
 from jaxspec.evaluation.conformance.material import draft_of, shared_of, target_of
@@ -31,9 +32,17 @@ def draft_forward(case: Case) -> Tensors:
     """Features, projected context, one block a sequence without a past, then successive blocks over a growing context."""
     target, draft, shared = target_of(case), draft_of(case), shared_of(case)
     drafter, params = without_windows(draft.drafter), draft.params
-    ids, starts = jnp.asarray(case.input("input_ids"), jnp.int32), [int(start) for start in case.input("starts")]
-    features = target.model.forward_sequences(target.params, ids, drafter.taps).features
-    found: Tensors = {"features": features, "projected_context": drafter.project_context(params, features)}
+    ids, starts = case.input("input_ids").astype(np.int32), [int(start) for start in case.input("starts")]
+
+    @jax.jit
+    def project(target_params: Any, params: Any, ids: Array) -> tuple[Array, Array]:
+        features = target.model.forward_sequences(target_params, ids, drafter.taps).features
+        return features, drafter.project_context(params, features)
+
+    found: Tensors = dict(
+        zip(("features", "projected_context"), map(np.asarray, project(target.params, params, ids)), strict=True)
+    )
+    features = found["features"]
     context = DraftContext(drafter, params, shared, requests=ids.shape[0], room=max(starts))
     context.commit(features[:, : starts[-1]], ids, at=0)
     block = context.block(ids[:, starts[-1]], starts[-1])
@@ -42,55 +51,70 @@ def draft_forward(case: Case) -> Tensors:
     context = DraftContext(drafter, params, shared, requests=1, room=max(starts))
     done = 0
     for step, start in enumerate(starts):
-        rows = context.commit(features[:1, done:start], ids[:1], at=done)
+        context.commit(features[:1, done:start], ids[:1], at=done)
         block = context.block(ids[:1, start], start)
-        found[f"step{step}_position_ids"] = jnp.concatenate([rows, block.pop("positions")[0]])[None]
+        rows = block.pop("positions")
+        found[f"step{step}_position_ids"] = np.concatenate([np.arange(done, start), rows[0]])[None]
         found |= {f"step{step}_{name}": value for name, value in block.items()}
         done = start
-    for layer, pool in enumerate(context.state):
-        keys, values = gather(pool, context.table, jnp.full((1,), done))
+    for layer, (keys, values) in enumerate(context.rows()):
         for name, cached in (("k", keys), ("v", values)):
-            found[f"final_cache_{name}_{layer}"] = np.moveaxis(np.asarray(cached)[:, :done], 1, 2)
+            found[f"final_cache_{name}_{layer}"] = np.moveaxis(cached[:, :done], 1, 2)
     return found
 
 
 class DraftContext:
     """The drafter's paged context of a few requests that grow together, written and read as the round does it."""
 
-    def __init__(self, drafter: DFlash, params, shared, requests: int, room: int):
-        self._drafter, self._params, self._shared = drafter, params, shared
-        # new functions, so that one context never runs what another one traced
-        self._commit = jax.jit(lambda *inputs: drafter.commit(*inputs))
-        self._hidden = jax.jit(lambda *inputs: drafter.block_hidden(*inputs))
-        self._propose = jax.jit(lambda *inputs: drafter.propose(*inputs))
-        self.table = pages(requests, room)
-        self.state = drafter.init_state(int(self.table.max()) + 1, PAGE, params["fc"]["weight"].dtype)
+    def __init__(self, drafter: DFlash, params: Any, shared: Shared, requests: int, room: int):
+        self._params, self._shared, self._requests, self._room = params, shared, requests, room
+        self._table = table = pages(requests, room)
+        self._state = jax.jit(lambda: drafter.init_state(int(table.max()) + 1, PAGE, params["fc"]["weight"].dtype))()
 
-    def commit(self, features: Array, ids: Array, at: int) -> Array:
-        """Commits the next rows of every request ([R, n, T x H], from position `at` on); their positions."""
-        requests, count = features.shape[:2]
-        layout = uniform_layout(jnp.full((requests,), at), jnp.full((requests,), count), self.table, count)
-        tokens, following = ids[:, at : at + count], ids[:, at + 1 : at + count + 1]
-        rows = Rows(features.reshape(requests * count, -1), tokens.reshape(-1), following.reshape(-1))
+        def commit(
+            params: Any, shared: Shared, state: Any, features: Array, tokens: Array, following: Array, at: Array
+        ) -> Any:
+            count = tokens.shape[1]
+            layout = uniform_layout(jnp.full(requests, at), jnp.full(requests, count), jnp.asarray(table), count)
+            rows = Rows(features.reshape(requests * count, -1), tokens.reshape(-1), following.reshape(-1))
+            return drafter.commit(params, shared, state, rows, layout)
+
+        def block(params: Any, shared: Shared, state: Any, anchors: Array, at: Array) -> dict[str, Array]:
+            slots = Slots(anchors, jnp.full(requests, at), jnp.asarray(table), jnp.ones(requests, bool))
+            keys = jax.random.split(jax.random.key(0), requests)
+            hidden = drafter.block_hidden(params, shared, state, slots)
+            return {
+                "positions": slots.positions[:, None] + jnp.arange(drafter.config.block_size),
+                "block_ids": drafter.block_ids(anchors),
+                "hidden": hidden,
+                "logits": drafter.block_logits(shared, hidden[:, 1:]),
+                "tokens": drafter.propose(params, shared, state, slots, keys, SlotSampling.zeros(requests)).tokens,
+            }
+
+        self._commit, self._block = jax.jit(commit), jax.jit(block)
+
+    def commit(self, features: np.ndarray, ids: np.ndarray, at: int) -> None:
+        """Commits the next rows of every request: features [R, n, T x H] from position `at` on, ids [R, S] of the whole."""
+        count = features.shape[1]
         if count:
-            self.state = self._commit(self._params, self._shared, self.state, rows, layout)
-        return layout.positions[:count]
+            tokens, following = ids[:, at : at + count], ids[:, at + 1 : at + count + 1]
+            self._state = self._commit(
+                self._params, self._shared, self._state, features, tokens, following, np.int32(at)
+            )
 
-    def block(self, anchors: Array, start: int) -> dict[str, Array]:
-        """One block a request at position `start`: positions and ids of its rows, hidden states, logits, greedy tokens."""
-        drafter, size = self._drafter, self._drafter.config.block_size
-        positions = jnp.full(anchors.shape, start)
-        slots = Slots(anchors, positions, self.table, jnp.ones(anchors.shape, bool))
-        hidden = self._hidden(self._params, self._shared, self.state, slots)
-        keys = jax.random.split(jax.random.key(0), anchors.shape[0])
-        proposal = self._propose(self._params, self._shared, self.state, slots, keys, SlotSampling.zeros(anchors.shape[0]))
-        return {
-            "positions": positions[:, None] + jnp.arange(size),
-            "block_ids": drafter.block_ids(anchors),
-            "hidden": hidden,
-            "logits": drafter.block_logits(self._shared, hidden[:, 1:]),
-            "tokens": proposal.tokens,
-        }
+    def block(self, anchors: np.ndarray, at: int) -> Tensors:
+        """One block a request at position `at`: positions and ids of its rows, hidden states, logits, greedy tokens."""
+        out = self._block(self._params, self._shared, self._state, anchors, np.int32(at))
+        return {name: np.asarray(value) for name, value in out.items()}
+
+    def rows(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """K and V of every layer, [R, room, kv heads, D]."""
+        read = jax.jit(
+            lambda state: [
+                gather(pool, jnp.asarray(self._table), jnp.full(self._requests, self._room)) for pool in state
+            ]
+        )
+        return [(np.asarray(keys), np.asarray(values)) for keys, values in read(self._state)]
 
 
 KINDS = {"2.dflash_draft_forward": draft_forward}

@@ -26,7 +26,11 @@ def specforge_newer(case: Case) -> Tensors:
 def _objective(case: Case, normalizer: str) -> dict[str, Any]:
     config = case.config
     loss_type = config.get("loss_type")
-    settings = {"loss_type": "weighted_ce" if loss_type in PLAIN else loss_type, "gamma": config.get("gamma"), "lk": config.get("lk")}
+    settings = {
+        "loss_type": "weighted_ce" if loss_type in PLAIN else loss_type,
+        "gamma": config.get("gamma"),
+        "lk": config.get("lk"),
+    }
     given = {name: config[name] for name in ("dpace_alpha", "kl_scale", "kl_decay") if config.get(name) is not None}
     return {"dpace_normalizer": normalizer, **settings, **given}
 

@@ -38,7 +38,9 @@ def block_sampling(case: Case) -> Tensors:
     if greedy.confidence_logits is not None:
         found["confidence_raw"] = greedy.confidence_logits
         temperatures = case.inputs.get("sts_temperatures")
-        found["confidence"] = calibrate(greedy.confidence_logits, None if temperatures is None else jnp.asarray(temperatures))
+        found["confidence"] = calibrate(
+            greedy.confidence_logits, None if temperatures is None else jnp.asarray(temperatures)
+        )
     return found
 
 

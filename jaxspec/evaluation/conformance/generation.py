@@ -50,7 +50,10 @@ class Recorder:
             target_of(case),
             draft,
             num_slots=len(self.prompts),
-            max_context=max(map(len, self.prompts)) + self.limit + proposals + 2,  # a block is never cut short by the room
+            max_context=max(map(len, self.prompts))
+            + self.limit
+            + proposals
+            + 2,  # a block is never cut short by the room
             confidence_threshold=confidence_threshold,
             observe=lambda trace: self._answers[trace.handle].rounds.append(trace),
         )
@@ -76,7 +79,9 @@ def prompts(case: Case) -> list[list[int]]:
     """prompt_0, prompt_1, … as lists of ids."""
     count = sum(name.startswith(PROMPT) for name in case.inputs)
     if not count:
-        raise DataError(problem(f"{case.name}/{INPUTS_FILE}", "no prompt_0", f"the prompts that kind {case.kind} needs"))
+        raise DataError(
+            problem(f"{case.name}/{INPUTS_FILE}", "no prompt_0", f"the prompts that kind {case.kind} needs")
+        )
     return [case.input(f"{PROMPT}{index}").reshape(-1).tolist() for index in range(count)]
 
 

@@ -40,7 +40,11 @@ class Outcome:
         """Name, worst error, tolerance, pass or fail, and what else there is to say."""
         error, tolerance, where = "-", "-", ""
         if self.worst is not None:
-            error, tolerance, where = f"{self.worst.error:.3g}", f"{self.worst.tolerance:.3g}", f" ({self.worst.tensor})"
+            error, tolerance, where = (
+                f"{self.worst.error:.3g}",
+                f"{self.worst.tolerance:.3g}",
+                f" ({self.worst.tensor})",
+            )
         line = f"{self.name}: error {error}{where}, tolerance {tolerance}, {self.status}"
         if self.excused:
             line += f", {self.excused} rows excused"
@@ -51,9 +55,11 @@ class Outcome:
 
     def record(self) -> dict[str, Any]:
         """The same as plain data."""
-        worst = None if self.worst is None else {
-            "tensor": self.worst.tensor, "error": _plain(self.worst.error), "tolerance": self.worst.tolerance
-        }
+        worst = (
+            None
+            if self.worst is None
+            else {"tensor": self.worst.tensor, "error": _plain(self.worst.error), "tolerance": self.worst.tolerance}
+        )
         return {**dataclasses.asdict(self), "worst": worst, "reasons": list(self.reasons)}
 
 
@@ -123,7 +129,9 @@ def judge(case: Case, actual: Tensors, dumping: bool) -> Outcome:
     if case.expected is None:
         reasons = [f"{name}: not computed" for name in needed if name not in actual]
         if not dumping:
-            reasons.append(f"{EXPECTED_FILE} is missing, there is nothing to compare with (--dump writes what is computed)")
+            reasons.append(
+                f"{EXPECTED_FILE} is missing, there is nothing to compare with (--dump writes what is computed)"
+            )
         return Outcome(case.name, case.kind, FAILED if reasons else DUMPED, reasons=tuple(reasons))
     found = compare_case(case, actual, case.expected)
     reasons = tuple(one.failure for one in found if one.failure is not None)

@@ -31,7 +31,9 @@ def shared_of(case: Case) -> Shared:
 
 def _folder(case: Case, field: str, folder: Path | None) -> Path:
     if folder is None:
-        raise DataError(problem(f"{case.name}/{CASE_FILE}: {field}", "nothing", f"the checkpoint that kind {case.kind} needs"))
+        raise DataError(
+            problem(f"{case.name}/{CASE_FILE}: {field}", "nothing", f"the checkpoint that kind {case.kind} needs")
+        )
     return folder.resolve()
 
 

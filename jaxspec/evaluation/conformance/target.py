@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from jaxspec.drafters.block_config import build_target_layer_ids
 from jaxspec.evaluation.conformance.cases import Case, Tensors
@@ -28,30 +30,32 @@ def layer_ids(case: Case) -> Tensors:
 def target_forward(case: Case) -> Tensors:
     """Logits, all hidden states, the features of each drafter depth, and the logits of paged verification."""
     target = target_of(case)
-    model, params = target.model, target.params
-    ids = jnp.asarray(case.input("input_ids"), jnp.int32)
-    layers = model.config.num_layers
-    taps = (EMBEDDING, *range(layers - 1), FINAL)
-    out = jax.jit(lambda params, ids: model.forward_sequences(params, ids, taps))(params, ids)
-    states = np.asarray(out.features).reshape(*ids.shape, len(taps), -1)
-    found: Tensors = {
-        "logits": model.logits(params, out.hidden),
-        "hidden_states": np.moveaxis(states, 2, 0),
-    }
-    for depth in case.setting("num_draft_layers"):
-        chosen = build_target_layer_ids(layers, int(depth))
-        features = model.forward_sequences(params, ids, chosen).features
-        found[f"layer_ids_{depth}"], found[f"features_{depth}"] = np.asarray(chosen, np.int64), features
+    model, layers = target.model, target.config.num_layers
+    ids = case.input("input_ids").astype(np.int32)
+    depths = [int(depth) for depth in case.setting("num_draft_layers")]
+    chosen = {depth: build_target_layer_ids(layers, depth) for depth in depths}
+
+    @jax.jit
+    def forward(params: Any, ids: Array) -> tuple[Array, ...]:
+        whole = model.forward_sequences(params, ids, (EMBEDDING, *range(layers - 1), FINAL))
+        features = [model.forward_sequences(params, ids, taps).features for taps in chosen.values()]
+        return model.logits(params, whole.hidden), whole.features, *features
+
+    logits, states, *features = map(np.asarray, forward(target.params, ids))
+    states = states.reshape(*ids.shape, layers + 1, -1)
+    found: Tensors = {"logits": logits, "hidden_states": np.moveaxis(states, 2, 0)}
+    for depth, captured in zip(depths, features, strict=True):
+        found[f"layer_ids_{depth}"], found[f"features_{depth}"] = np.asarray(chosen[depth], np.int64), captured
     return found | _verification(case, ids[0])
 
 
-def _verification(case: Case, ids: jax.Array) -> Tensors:
+def _verification(case: Case, ids: np.ndarray) -> Tensors:
     """A prefill, a verify block that leaves the sequence after KEPT rows, and the block that follows once it is cut there."""
     prefill, block = int(case.setting("prefill")), int(case.setting("block"))
     paged = PagedTarget(target_of(case), room=prefill + KEPT + block)
     last = paged.run(ids[:prefill], at=0)[-1:]
-    strayed = (ids[prefill : prefill + block] + (jnp.arange(block) >= KEPT)) % paged.vocab_size
-    first = paged.run(strayed, at=prefill)
+    strayed = (ids[prefill : prefill + block] + (np.arange(block) >= KEPT)) % target_of(case).config.vocab_size
+    first = paged.run(strayed.astype(np.int32), at=prefill)
     second = paged.run(ids[prefill + KEPT : prefill + KEPT + block], at=prefill + KEPT)
     return {
         "prefill_last_logits": last[None],

@@ -1,0 +1,97 @@
+"""The central promise: the block that was trained is the block that is served."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.drafters.base import Rows
+from jaxspec.models.layout import keep_rows, uniform_layout
+from tests.drafters import tiny
+
+LENGTH, PAGE, PAGES = 14, 4, 4
+
+LAYERS = {
+    "full": {},
+    "full-causal": {"is_causal": True},
+    "sliding-legacy": {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 5},
+    "sliding-bidirectional": {"layer_types": ("sliding_attention",) * 2, "sliding_window": 3, "is_causal": False},
+    "sliding-causal": {"layer_types": ("full_attention", "sliding_attention"), "sliding_window": 3, "is_causal": True},
+    "window-1": {"layer_types": ("sliding_attention",) * 2, "sliding_window": 1, "is_causal": True},
+}
+METHODS = {"dflash": tiny.dflash, "dspark": tiny.dspark}
+
+
+def serve(drafter, params, shared, batch, anchors, fill=0.0, chunk=3):
+    """Hidden states of one block a request; the contexts come in through `commit` in ragged chunks."""
+    requests = len(anchors)
+    table = tiny.page_tables(requests, PAGES)
+    state = drafter.init_state(1 + requests * PAGES, PAGE, jnp.float32)
+    state = jax.tree.map(lambda x: jnp.full_like(x, fill), state)
+    anchors = jnp.asarray(anchors, jnp.int32)
+
+    @jax.jit
+    def commit(params, state, features, tokens, following, first, lengths):
+        layout = uniform_layout(first, jnp.full_like(lengths, chunk), table, chunk)
+        rows = Rows(features.reshape(requests * chunk, -1), tokens.reshape(-1), following.reshape(-1))
+        return drafter.commit(params, shared, state, rows, keep_rows(layout, lengths))
+
+    pad = lambda x: jnp.pad(x, [(0, chunk + 1)] + [(0, 0)] * (x.ndim - 1))  # noqa: E731
+    features, tokens = pad(batch.features[0]), pad(batch.input_ids[0])
+    for start in range(0, LENGTH, chunk):
+        lengths = jnp.clip(anchors - start, 0, chunk)
+        repeat = lambda x, at: jnp.broadcast_to(x[at : at + chunk], (requests, chunk, *x.shape[1:]))  # noqa: E731
+        first = jnp.full(requests, start, jnp.int32)
+        state = commit(params, state, repeat(features, start), repeat(tokens, start), repeat(tokens, start + 1), first, lengths)
+    slots = tiny.slots(batch.input_ids[0][anchors], anchors, table)
+    return jax.jit(lambda p, s: drafter.block_hidden(p, shared, s, slots))(params, state)
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize("method", METHODS)
+def test_B51_training_forward_equals_serving_forward(method, layers):
+    drafter = METHODS[method](**LAYERS[layers])
+    params, shared = tiny.random_params(drafter), tiny.shared()
+    anchors = [0, 1, 5, 6, 9, LENGTH - 1]
+    batch = tiny.batch(anchors, LENGTH)
+    trained = jax.jit(lambda p: drafter.training_hidden(p, shared, batch))(params)[0]
+    served = serve(drafter, params, shared, batch, anchors)
+    np.testing.assert_allclose(served, trained, atol=1e-5, rtol=1e-5)
+    assert np.abs(np.asarray(trained[2] - trained[3])).max() > 1e-2  # a block that ignored its context would pass, too
+
+
+@pytest.mark.parametrize("fill", [np.nan, 1e30])
+def test_B64_block_over_a_poisoned_context_pool(fill):
+    """Anchor 0 has no context at all; the others have holes behind their length."""
+    drafter = tiny.dflash(**LAYERS["sliding-legacy"])
+    params, shared, anchors = tiny.random_params(drafter), tiny.shared(), [0, 1, 6]
+    batch = tiny.batch(anchors, LENGTH)
+    clean, poisoned = (serve(drafter, params, shared, batch, anchors, one) for one in (0.0, fill))
+    np.testing.assert_array_equal(poisoned, clean)
+
+
+def test_layer_masks_tri_state():
+    """Absent: full layers see their block, sliding ones are causal in it without a window inside. Else: as it says."""
+    kinds = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 5}
+    masks = {causal: tiny.block_config(is_causal=causal, **kinds).layer_masks for causal in (None, True, False)}
+    assert masks[None] == ((5, True, 0), (0, False, 0))
+    assert masks[True] == ((5, True, 5), (0, True, 0))
+    assert masks[False] == ((5, False, 5), (0, False, 0))
+
+
+def test_B51_embedding_scale_multiplier_and_softcap_are_applied_in_both_forwards():
+    import dataclasses
+
+    plain = tiny.dflash()
+    config = dataclasses.replace(plain.config, input_embedding_scale=3.0, output_multiplier=0.5, final_logit_softcapping=2.0)
+    scaled = dataclasses.replace(plain, config=config)
+    params, shared = tiny.random_params(plain), tiny.shared()
+    batch = tiny.batch([5], LENGTH)
+    trained = jax.jit(lambda p: scaled.training_hidden(p, shared, batch))(params)[0]
+    np.testing.assert_allclose(serve(scaled, params, shared, batch, [5]), trained, atol=1e-5)
+    bigger = dataclasses.replace(shared, embedding=3.0 * shared.embedding)
+    np.testing.assert_allclose(serve(plain, params, bigger, batch, [5]), trained, atol=1e-5)
+    logits = np.asarray(scaled.block_logits(shared, trained))
+    np.testing.assert_allclose(logits, 2 * np.tanh(0.5 * np.asarray(trained) @ np.asarray(shared.head).T / 2), atol=1e-5)
