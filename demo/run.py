@@ -1,7 +1,7 @@
 """The main job, end to end, on the embedded default: train a drafter for SmolLM2-135M-Instruct, export it, load it
 back, measure it, and serve it over gRPC beside plain decoding. Writes out/demo/report.json.
 
-    make demo            or            python -m demo.run [--seconds 270]
+    make demo            or            python -m demo.run [--seconds 300]
 
 Under 12 minutes on 2 CPU cores, set-up included. On a CPU this drafter does not pay yet; the report prints the speed
 as it is measured.
@@ -217,5 +217,5 @@ def show(console: Console, report: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=270.0, help="wall-clock budget of the training")
+    parser.add_argument("--seconds", type=float, default=300.0, help="wall-clock budget of the training")
     sys.exit(main(parser.parse_args().seconds))

@@ -30,6 +30,7 @@ class Acceptance:
     accepted: Int[Array, "R"]
     token: Int[Array, "R"]
     raw: Int[Array, "R"]  # accepted before the cut
+    path: Int[Array, "R D"] | None = None  # a tree's accepted rows from depth 1 on, 0 beyond `accepted`
     weights: Float[Array, "R V"] | None = None  # what an uncut last token is drawn from, not normalised
 
     @property
@@ -41,8 +42,11 @@ class Acceptance:
 
     def tokens(self, proposal: Proposal, fill: int = 0) -> Int[Array, "R m1"]:
         """[d_1 … d_r, last, fill …]."""
-        slot = jnp.arange(proposal.tokens.shape[1] + 1)
-        drafts = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
+        drafts = proposal.tokens
+        if self.path is not None:
+            drafts = jnp.take_along_axis(drafts, jnp.maximum(self.path - 1, 0), axis=1)
+        slot = jnp.arange(drafts.shape[1] + 1)
+        drafts = jnp.pad(drafts, ((0, 0), (0, 1)))
         r = self.accepted[:, None]
         return jnp.where(slot < r, drafts, jnp.where(slot == r, self.token[:, None], fill)).astype(jnp.int32)
 
@@ -108,7 +112,7 @@ def sampled_accept(
         residual = jnp.maximum(scale[:, None] * row - _known(proposal.q.rows(accepted)), 0.0)
         empty = jnp.sum(residual, axis=-1) <= EMPTY_MASS
         weights = jnp.where((empty | (accepted == counts))[:, None], row, residual)
-    return Acceptance(accepted, inverse_cdf(weights, u_last), accepted, weights)
+    return Acceptance(accepted, inverse_cdf(weights, u_last), accepted, weights=weights)
 
 
 def cut_accept(uncut: Acceptance, drafts: Int[Array, "R m"], cut: Int[Array, "R"]) -> Acceptance:

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 from jaxspec.decoding.acceptance import Acceptance, accept
 from jaxspec.decoding.plan import verify_lengths
 from jaxspec.decoding.sampling import SlotSampling
+from jaxspec.decoding.trees import accept_tree, compact, tree_layout
 from jaxspec.drafters.base import Drafter, Proposal, Rows, Shared, Slots, first_proposals
 from jaxspec.drafters.draws import Purpose, inverse_cdf, round_keys, uniforms
 from jaxspec.models.attention import PagedCausal
@@ -105,8 +106,8 @@ class Program:
 
     @property
     def pages_per_slot(self) -> int:
-        """Pages that hold max_context rows."""
-        return -(-self.max_context // self.page_size)
+        """Pages that hold max_context rows, and behind them the nodes of a tree."""
+        return -(-(self.max_context + self.drafter.tree_nodes) // self.page_size)
 
     def init_state(self, dtype: Any, fill: float = 0.0) -> DecodeState:
         """All slots empty. Page 0 is the trash page; slot i owns the i-th run of pages after it.
@@ -131,7 +132,7 @@ class Program:
             page_table=1 + jnp.arange(slots * pages, dtype=jnp.int32).reshape(slots, pages),
         )
         target = jnp.stack(pools) if self.stacked else pools
-        draft = self.drafter.init_state(count, self.page_size, dtype)
+        draft = self.drafter.init_state(count, self.page_size, dtype, slots)
         poison = lambda tree: jax.tree.map(lambda x: jnp.full_like(x, fill), tree) if fill != 0 else tree  # noqa: E731
         return DecodeState(state, poison(target), poison(draft))
 
@@ -146,7 +147,7 @@ class Program:
 
     def plan(self, state: DecodeState, proposal: Proposal) -> Int[Array, "R"]:
         """Proposals of each slot that the target will look at."""
-        m = proposal.tokens.shape[1]
+        m = proposal.tokens.shape[1] if proposal.tree is None else proposal.tree.max_depth
         return verify_lengths(
             state.slots.positions, m, self.max_context, proposal.confidence, self.confidence_threshold
         )
@@ -157,8 +158,11 @@ class Program:
         """One target forward over anchor and kept proposals: logits, features, pools with their K/V, and the layout."""
         slots = state.slots
         tokens = jnp.concatenate([slots.anchors[:, None], proposal.tokens], axis=1)
-        rows = jnp.where(slots.live, lengths + 1, 0)
-        layout = uniform_layout(slots.positions, rows, slots.page_table, tokens.shape[1])
+        if proposal.tree is None:
+            rows = jnp.where(slots.live, lengths + 1, 0)
+            layout = uniform_layout(slots.positions, rows, slots.page_table, tokens.shape[1])
+        else:
+            layout = tree_layout(slots.positions, slots.live, proposal.tree, slots.page_table)
         flat = jnp.where(layout.valid, tokens.reshape(-1), 0)
         out = self.decoder.forward(
             weights.target, flat, layout.positions, PagedCausal(layout), state.target, self.drafter.taps
@@ -178,6 +182,9 @@ class Program:
         positions = state.slots.positions[:, None] + 1 + jnp.arange(logits.shape[1])
         u = uniforms(keys, positions[:, :-1], Purpose.ACCEPT)
         u_last = uniforms(keys, positions[:, :1], Purpose.TARGET)[:, 0]
+        if proposal.tree is not None:
+            mode = self.drafter.tree_acceptance
+            return accept_tree(logits, proposal.tokens, proposal.tree, state.slots.sampling, u, u_last, lengths, mode)
         return accept(logits, proposal, state.slots.sampling, u, u_last, lengths, self.acceptance)
 
     def commit(
@@ -196,8 +203,16 @@ class Program:
         tokens = jnp.concatenate([slots.anchors[:, None], proposal.tokens], axis=1)
         following = accepted.tokens(proposal)
         counts = jnp.where(slots.live, accepted.accepted + 1, 0)
+        if accepted.path is None:
+            layout = keep_rows(layout, counts)
+        else:
+            path = jnp.pad(accepted.path, ((0, 0), (1, 0)))
+            features = features[(layout.starts[:, None] + path).reshape(-1)]
+            tokens = jnp.take_along_axis(tokens, path, axis=1)
+            layout = uniform_layout(slots.positions, counts, slots.page_table, path.shape[1])
+            target = self._compact(target, path, layout)
         rows = Rows(features, tokens.reshape(-1), following.reshape(-1))
-        draft = self.drafter.commit(weights.draft, weights.shared, state.draft, rows, keep_rows(layout, counts))
+        draft = self.drafter.commit(weights.draft, weights.shared, state.draft, rows, layout)
         moved = dataclasses.replace(
             slots,
             anchors=jnp.where(slots.live, accepted.token, slots.anchors).astype(jnp.int32),
@@ -236,14 +251,17 @@ class Program:
         out = self.decoder.forward(
             weights.target, chunk.tokens, layout.positions, PagedCausal(layout), state.target, self.drafter.taps
         )
-        rows = Rows(out.features, chunk.tokens, chunk.next_tokens)
-        draft = self.drafter.commit(weights.draft, weights.shared, state.draft, rows, layout)
         end = chunk.start + chunk.count
         last = jax.lax.dynamic_index_in_dim(out.hidden, chunk.count - 1)
         probs = chunk.sampling.probabilities(self.decoder.logits(weights.target, last))
         key = jax.random.fold_in(jax.random.key(chunk.seed[0]), chunk.seed[1])
         u = uniforms(round_keys(key[None], chunk.sample[None], end[None] - 1), end[None, None], Purpose.TARGET)[:, 0]
         token = inverse_cdf(probs, u)[0]
+        # What follows the prompt's last row is known only now.
+        newest = chunk.final & (jnp.arange(chunk.tokens.shape[0]) == chunk.count - 1)
+        rows = Rows(out.features, chunk.tokens, jnp.where(newest, token, chunk.next_tokens))
+        layout = dataclasses.replace(layout, owners=slot[None])
+        draft = self.drafter.commit(weights.draft, weights.shared, state.draft, rows, layout)
         put = lambda old, new: old.at[slot].set(new)  # noqa: E731
         started = SlotState(
             anchors=put(slots.anchors, token),
@@ -257,6 +275,13 @@ class Program:
         )
         return DecodeState(started, out.caches, draft), token
 
+    def _compact(self, pools: Any, path: Int[Array, "R D1"], layout: RaggedLayout) -> Any:
+        """Moves the accepted path's K/V behind the anchor in every layer's pool."""
+        if self.stacked:
+            return jax.vmap(lambda pool: compact(pool, path, layout))(pools)
+        return [compact(pool, path, layout) for pool in pools]
+
     def _trace(self, proposal: Proposal, logits: Float[Array, "R m1 V"]) -> dict[str, Any]:
         best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        return {"proposal": proposal.tokens, "posterior": best, **(proposal.trace or {})}
+        tree = {} if proposal.tree is None else {"parents": proposal.tree.parents, "depths": proposal.tree.depths}
+        return {"proposal": proposal.tokens, "posterior": best, **tree, **(proposal.trace or {})}

@@ -87,14 +87,26 @@ def _pick(values: Array, slot: Int[Array, "R"], fill: Any) -> Array:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Tree:
+    """Shape of n proposed nodes. Row 0 is the root (the anchor), node i is row i + 1; `parents` are rows, and a
+    parent's row comes before its children's. Nodes that are not `valid` fill the fixed size up."""
+
+    parents: Int[Array, "R n"]
+    depths: Int[Array, "R n"]
+    valid: Bool[Array, "R n"]
+    max_depth: int = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Proposal:
-    """m guessed tokens a request, the q each was drawn from, and, where the method has one, the confidence that slot k
-    is accepted given that the slots before it were (a function of tokens before k only)."""
+    """m guessed tokens a request (n nodes of a tree), the q each was drawn from, and, where the method has one, the
+    confidence that slot k is accepted given that the slots before it were (a function of tokens before k only)."""
 
     tokens: Int[Array, "R m"]
     q: Point | Sparse | Dense
     confidence: Float[Array, "R m"] | None = None
-    tree: Any = None
+    tree: Tree | None = None
     trace: dict[str, Array] | None = None  # block internals for inspection; unused, they cost nothing under jit
 
 
@@ -169,6 +181,16 @@ class Drafter(Protocol):
         ...
 
     @property
+    def tree_nodes(self) -> int:
+        """Nodes of its tree; 0 for a chain. For a tree m is the depth."""
+        ...
+
+    @property
+    def tree_acceptance(self) -> str:
+        """How a sampled request's tree is verified: "rejection" or "match" (decoding.trees)."""
+        ...
+
+    @property
     def needs_teacher(self) -> bool:
         """Whether training reads the target's final hidden state."""
         ...
@@ -181,8 +203,8 @@ class Drafter(Protocol):
         """Fresh parameters."""
         ...
 
-    def init_state(self, num_pages: int, page_size: int, dtype: Any) -> Any:
-        """Empty per-slot state."""
+    def init_state(self, num_pages: int, page_size: int, dtype: Any, num_slots: int = 0) -> Any:
+        """Empty state: pools of pages, and whatever it keeps a slot."""
         ...
 
     def commit(self, params: Any, shared: Shared, state: Any, rows: Rows, layout: RaggedLayout) -> Any:

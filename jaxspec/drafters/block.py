@@ -40,6 +40,16 @@ class BlockDrafter:
         return self.config.taps
 
     @property
+    def tree_nodes(self) -> int:
+        """A chain."""
+        return 0
+
+    @property
+    def tree_acceptance(self) -> str:
+        """Not used by a chain."""
+        return "rejection"
+
+    @property
     def mask_token_id(self) -> int:
         """Id fed on every row but the anchor's."""
         return self.config.mask_token_id
@@ -66,7 +76,7 @@ class BlockDrafter:
         }
         return ly.unflatten(drawn | fixed)
 
-    def init_state(self, num_pages: int, page_size: int, dtype: Any) -> tuple[KVPool, ...]:
+    def init_state(self, num_pages: int, page_size: int, dtype: Any, num_slots: int = 0) -> tuple[KVPool, ...]:
         """One context K/V pool a layer. Only context rows ever live here: a block's own K/V are scratch."""
         model = self.config.model
         return tuple(

@@ -22,6 +22,8 @@ class NoDrafter:
     method: str = "none"
     taps: tuple[Tap, ...] = ()
     num_proposals: int = 0
+    tree_nodes: int = 0
+    tree_acceptance: str = "rejection"
     needs_teacher: bool = False
 
     def abstract_params(self, dtype: Any) -> dict[str, Any]:
@@ -32,7 +34,7 @@ class NoDrafter:
         """No parameters."""
         return {}
 
-    def init_state(self, num_pages: int, page_size: int, dtype: Any) -> tuple[()]:
+    def init_state(self, num_pages: int, page_size: int, dtype: Any, num_slots: int = 0) -> tuple[()]:
         """No state."""
         return ()
 

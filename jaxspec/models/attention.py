@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jaxspec.models.cache import gather, write_rows
+from jaxspec.models.cache import gather, gather_known, write_rows
 from jaxspec.models.layout import RaggedLayout
 from pallas_kernels.softmax import masked_softmax, mix, scores
 
@@ -44,7 +44,8 @@ class DenseCausal:
 
 @dataclasses.dataclass(frozen=True)
 class PagedCausal:
-    """Rows of a RaggedLayout over paged K/V: rows write first, then attend every slot up to their own."""
+    """Rows of a RaggedLayout over paged K/V: rows write first, then attend every slot up to their own; in a tree, the
+    committed slots and their ancestors."""
 
     layout: RaggedLayout
 
@@ -52,10 +53,32 @@ class PagedCausal:
         layout = self.layout
         cache = write_rows(cache, k, v, layout)
         rows, exists = layout.grid()
-        last = jnp.max(jnp.where(exists, layout.slots[rows], -1), axis=1)
-        keys, values = gather(cache, layout.page_table, last + 1)
-        distance = layout.slots[rows][:, :, None] - jnp.arange(keys.shape[1])
-        mask = exists[:, :, None] & (distance >= 0) & ((window == 0) | (distance < window))
+        if layout.tree:
+            keys, values, mask, distance = self._tree(cache, rows, exists)
+        else:
+            last = jnp.max(jnp.where(exists, layout.slots[rows], -1), axis=1)
+            keys, values = gather(cache, layout.page_table, last + 1)
+            distance = layout.slots[rows][:, :, None] - jnp.arange(keys.shape[1])
+            mask = exists[:, :, None] & (distance >= 0)
+        mask &= (window == 0) | (distance < window)
         out = mix(masked_softmax(scores(q[rows], keys), mask[:, None, None]), values)
         offset = jnp.arange(q.shape[0]) - layout.starts[layout.requests]
         return out[layout.requests, jnp.clip(offset, 0, layout.max_rows - 1)].astype(q.dtype), cache
+
+    def _tree(self, cache: Array, rows: Array, exists: Array) -> tuple[Array, Array, Array, Array]:
+        """K, V, mask and distance [R, Q, L] of tree rows. A slot of the tree holds a node at its own position; the
+        slot of a node that does not exist holds anything."""
+        layout = self.layout
+        exists = exists & layout.valid[rows]
+        slot = jnp.arange(layout.page_table.shape[1] * cache.shape[1])
+        offset = slot - layout.slots[rows[:, :1]]
+        inside = (offset >= 0) & (offset < layout.max_rows) & (layout.lengths > 0)[:, None]
+        offset = jnp.clip(offset, 0, layout.max_rows - 1)
+        committed = slot < layout.slots[rows[:, :1]]
+        known = committed | (inside & jnp.take_along_axis(exists, offset, axis=1))
+        keys, values = gather_known(cache, layout.page_table, known)
+        above = jnp.take_along_axis(layout.ancestors(), offset[:, None], axis=2) & inside[:, None]
+        positions = layout.positions[rows]
+        at = jnp.where(inside, jnp.take_along_axis(positions, offset, axis=1), slot)
+        mask = exists[:, :, None] & (committed[:, None] | above) & known[:, None]
+        return keys, values, mask, positions[:, :, None] - at[:, None]

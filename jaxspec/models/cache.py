@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.models.layout import RaggedLayout
 
@@ -35,9 +35,25 @@ def write_rows(
 def gather(
     pool: KVPool, page_table: Int[Array, "R P"], lengths: Int[Array, "R"]
 ) -> tuple[Float[Array, "R L kv dim"], Float[Array, "R L kv dim"]]:
-    """K and V of each request, L = P x page rows, zero from `lengths` on: unwritten rows may hold anything, NaN
+    """`gather_known` of the first `lengths` rows of each request."""
+    rows = page_table.shape[1] * pool.shape[1]
+    return gather_known(pool, page_table, jnp.arange(rows) < lengths[:, None])
+
+
+def gather_known(
+    pool: KVPool, page_table: Int[Array, "R P"], known: Bool[Array, "R L"]
+) -> tuple[Float[Array, "R L kv dim"], Float[Array, "R L kv dim"]]:
+    """K and V of each request, L = P x page rows, zero where not `known`: unwritten rows may hold anything, NaN
     included, and a masked score times a NaN value would still be NaN."""
     rows = pool[page_table].reshape(page_table.shape[0], -1, *pool.shape[2:])
-    known = jnp.arange(rows.shape[1]) < lengths[:, None]
     rows = jnp.where(known[:, :, None, None], rows, 0)
+    return rows[:, :, 0::2], rows[:, :, 1::2]
+
+
+def read_rows(
+    pool: KVPool, page_table: Int[Array, "R P"], slots: Int[Array, "R n"]
+) -> tuple[Float[Array, "R n kv dim"], Float[Array, "R n kv dim"]]:
+    """K and V of single cache slots of each request."""
+    page_size = pool.shape[1]
+    rows = pool[jnp.take_along_axis(page_table, slots // page_size, axis=1), slots % page_size]
     return rows[:, :, 0::2], rows[:, :, 1::2]

@@ -28,6 +28,8 @@ class RaggedLayout:
     valid: Bool[Array, "M"]
     page_table: Int[Array, "R P"]
     max_rows: int = dataclasses.field(metadata={"static": True})  # the longest segment that this shape can hold
+    owners: Int[Array, "R"] | None = None  # the slot of each request; None: request i is on slot i
+    tree: bool = dataclasses.field(default=False, metadata={"static": True})  # rows attend their ancestors only
 
     def grid(self) -> tuple[Int[Array, "R Q"], Bool[Array, "R Q"]]:
         """Row index of each request's q-th row (Q = max_rows; in range also where there is none), and whether it
@@ -36,6 +38,20 @@ class RaggedLayout:
         offsets = jnp.arange(self.max_rows)
         rows = jnp.clip(self.starts[:, None] + offsets, 0, self.positions.shape[0] - 1)
         return rows, offsets < self.lengths[:, None]
+
+    def ancestors(self) -> Bool[Array, "R Q Q"]:
+        """Whether row j of a request is row i or one of its ancestors. Parents come before their children."""
+        rows, exists = self.grid()
+        parents = jnp.where(exists, self.parents[rows] - self.starts[:, None], -1)
+        itself = jnp.eye(self.max_rows, dtype=bool)
+
+        def visit(row: Int[Array, ""], known: Bool[Array, "R Q Q"]) -> Bool[Array, "R Q Q"]:
+            parent = jax.lax.dynamic_index_in_dim(parents, row, axis=1, keepdims=False)
+            above = jnp.take_along_axis(known, jnp.maximum(parent, 0)[:, None, None], axis=1)[:, 0]
+            line = (above & (parent >= 0)[:, None]) | jax.lax.dynamic_index_in_dim(itself, row, keepdims=False)
+            return jax.lax.dynamic_update_index_in_dim(known, line, row, axis=1)
+
+        return jax.lax.fori_loop(0, self.max_rows, visit, jnp.zeros((*rows.shape, self.max_rows), bool))
 
 
 def uniform_layout(

@@ -19,6 +19,7 @@ __all__ = ["BATCH_FIELDS", "Batches", "padded_length", "steps_per_epochs"]
 
 BATCH_FIELDS = ("input_ids", "loss_mask", "example_ids", "epochs")
 _PAD_TO = 8
+_FOREVER = 1 << 50  # examples; exact as a float, which Grain's arithmetic needs
 
 
 def padded_length(examples: Examples, max_length: int) -> int:
@@ -64,7 +65,10 @@ class Batches:
         source = grain.MapDataset.source(examples)
         if shuffle:
             source = source.shuffle(seed=seed)  # `repeat` gives every epoch an order of its own
-        source = source.repeat(epochs).map_with_index(lambda index, example: {**example, "epoch": index // count})
+        # Grain's own endless repetition overflows its length when a batch is one row
+        source = source.repeat(epochs if epochs is not None else _FOREVER // count).map_with_index(
+            lambda index, example: {**example, "epoch": index // count}
+        )
 
         def collate(rows: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
             return _collate(rows, seq_len, batch_size, accumulation)

@@ -102,15 +102,15 @@ def test_B55_labels_past_the_end_are_clamped_in_range_and_weigh_nothing(name):
 
 
 @pytest.mark.parametrize("name", ["dflash", "dspark"])
-@pytest.mark.parametrize("junk", [np.nan, np.inf])
-def test_B64_junk_in_features_that_no_kept_block_may_see_harms_nobody(name, junk):
-    """Padding behind a sequence may hold anything finite; non-finite junk at or behind the last anchor must not spread."""
+@pytest.mark.parametrize("junk", [1e3, 1e30])
+def test_B64_features_of_padding_may_hold_any_number(name, junk):
+    """Rows behind a sequence are nobody's context, also where their squares overflow."""
     drafter = DRAFTERS[name]()
     params, shared = tiny.random_params(drafter), tiny.shared()
     mask = np.arange(LENGTH) < 9
     batch = tiny.batch([2, 4], LENGTH, loss_mask=mask)
     run = jax.jit(lambda p, b: drafter.objective(drafter.loss(p, shared, b, jax.random.key(0))))
     clean = run(params, dataclasses.replace(batch, features=batch.features.at[:, 9:].set(0.0)))
-    wild = run(params, dataclasses.replace(batch, features=batch.features.at[:, 9:].set(1e30 if np.isinf(junk) else 1e3)))
+    wild = run(params, dataclasses.replace(batch, features=batch.features.at[:, 9:].set(junk)))
     assert float(clean) == float(wild)
     assert jnp.isfinite(clean)

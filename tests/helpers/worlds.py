@@ -83,7 +83,11 @@ def table_target(table: np.ndarray, eos: Sequence[int] = ()) -> Target:
             "eos_token_id": list(eos),
         }
     )
-    params = {"table": jnp.asarray(table, jnp.float32), "embedding": jnp.zeros((vocab, 3))}
+    params = {
+        "table": jnp.asarray(table, jnp.float32),
+        "embedding": jnp.zeros((vocab, 3)),
+        "model": {"layers": []},  # the unrolled form, as the runner looks for it
+    }
     return Target("table", TableDecoder(config), params)
 
 

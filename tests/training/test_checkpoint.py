@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,9 +22,13 @@ def state_of(size=4, seed=3):
         "layers": [{"w": jnp.arange(size * 2.0).reshape(size, 2)}, {"w": jnp.ones((size, 2))}],
         "norm": jnp.ones(size),
     }
-    return jax.device_put(
-        create(params, opt.build(OptimizerSection()), jax.random.key(seed)), Placement.of().replicated
-    )
+    state = create(params, opt.build(OptimizerSection()), jax.random.key(seed))
+    clip, adam, decay = state.opt_state
+    moments = jax.tree.map(
+        lambda leaf: leaf + seed, (adam.mu, adam.nu)
+    )  # an empty optimizer would compare equal to itself
+    state = dataclasses.replace(state, opt_state=(clip, adam._replace(mu=moments[0], nu=moments[1]), decay))
+    return jax.device_put(state, Placement.of().replicated)
 
 
 def test_B60_typed_keys_come_back_and_draw_the_same(tmp_path):
@@ -33,6 +39,7 @@ def test_B60_typed_keys_come_back_and_draw_the_same(tmp_path):
     back = checkpoints.restore(1, state_of(seed=9), Placement.of().replicated)
     assert checkpoints.meta(1) == {"note": [1, 2]} and checkpoints.latest() == 1
     checkpoints.close()
+    jax.tree.map(np.testing.assert_array_equal, (back.params, back.opt_state), (state.params, state.opt_state))
     assert jnp.issubdtype(back.key.dtype, jax.dtypes.prng_key) and jax.tree.structure(back) == jax.tree.structure(state)
     np.testing.assert_array_equal(jax.random.uniform(back.key, (5,)), jax.random.uniform(state.key, (5,)))
 

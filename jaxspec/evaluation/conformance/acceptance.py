@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -10,50 +11,72 @@ from jaxspec.decoding.sampling import SlotSampling
 from jaxspec.drafters.base import Dense, Proposal
 from jaxspec.evaluation.conformance.cases import Case, Tensors
 
+COMMON_INPUTS = ("target_logits", "uniform", "uniform_final")
+SGLANG_INPUTS = (
+    *COMMON_INPUTS,
+    "greedy_candidates",
+    "sampling_candidates",
+    "cutoff_verify_lens",
+    "prefix_lens",
+    "temperatures",
+    "draft_probs",
+)
+DEEPSPEC_INPUTS = (*COMMON_INPUTS, "draft_logits", "draft_tokens", "draft_counts")
+
 
 def sglang(case: Case) -> Tensors:
     """Greedy, ratio and block acceptance, whole and cut at the scheduled lengths (which count the anchor)."""
-    logits, u, u_last = (jnp.asarray(case.input(name)) for name in ("target_logits", "uniform", "uniform_final"))
-    cut = jnp.asarray(case.input("cutoff_verify_lens"), jnp.int32) - 1
-    p = probabilities(logits, jnp.asarray(case.input("temperatures")))
-    found: Tensors = {"target_probs": p}
 
-    drafts = jnp.asarray(case.input("greedy_candidates"), jnp.int32)[:, 1:]
-    counts = jnp.full(drafts.shape[:1], drafts.shape[1], jnp.int32)
-    whole = greedy_accept(logits, drafts, counts)
-    found |= {"greedy_correct_len": whole.accepted, "greedy_bonus": whole.token}
-    kept = cut_accept(whole, drafts, cut)
-    found |= _cut("greedy", whole, kept)
-    found["greedy_cut_commit_lens"] = kept.accepted + 1
-    found["greedy_cut_new_seq_lens"] = jnp.asarray(case.input("prefix_lens"), jnp.int32) + kept.accepted + 1
+    @jax.jit
+    def accept(given: dict[str, Array]) -> Tensors:
+        logits, cut = given["target_logits"], given["cutoff_verify_lens"] - 1
+        p = probabilities(logits, given["temperatures"])
+        drafts = given["greedy_candidates"][:, 1:]
+        counts = jnp.full(drafts.shape[:1], drafts.shape[1], jnp.int32)
+        whole = greedy_accept(logits, drafts, counts)
+        kept = cut_accept(whole, drafts, cut)
+        found = {
+            "target_probs": p,
+            "greedy_correct_len": whole.accepted,
+            "greedy_bonus": whole.token,
+            "greedy_cut_commit_lens": kept.accepted + 1,
+            "greedy_cut_new_seq_lens": given["prefix_lens"] + kept.accepted + 1,
+            **_cut("greedy", whole, kept),
+        }
+        drafts = given["sampling_candidates"][:, 1:]
+        proposal = Proposal(drafts, Dense(given["draft_probs"]))
+        for name, mode in (("token", "ratio"), ("block", "block")):
+            whole = sampled_accept(p, proposal, given["uniform"], given["uniform_final"], counts, mode)
+            found[f"{name}_correct_len"], found[f"{name}_bonus"] = whole.accepted, whole.token
+            found[f"{name}_predicts"] = whole.tokens(proposal, fill=-1)
+            found |= _cut(name, whole, cut_accept(whole, drafts, cut))
+        return found
 
-    drafts = jnp.asarray(case.input("sampling_candidates"), jnp.int32)[:, 1:]
-    proposal = Proposal(drafts, Dense(jnp.asarray(case.input("draft_probs"))))
-    for name, mode in (("token", "ratio"), ("block", "block")):
-        whole = sampled_accept(p, proposal, u, u_last, counts, mode)
-        found[f"{name}_correct_len"], found[f"{name}_bonus"] = whole.accepted, whole.token
-        found[f"{name}_predicts"] = whole.tokens(proposal, fill=-1)
-        found |= _cut(name, whole, cut_accept(whole, drafts, cut))
-    return found
+    return accept(case.arrays(*SGLANG_INPUTS))
 
 
 def deepspec(case: Case) -> Tensors:
     """Ratio acceptance of a varying number of drafts a row at one temperature, and the same rows greedily."""
-    logits, draft_logits = jnp.asarray(case.input("target_logits")), jnp.asarray(case.input("draft_logits"))
-    drafts, counts = (jnp.asarray(case.input(name), jnp.int32) for name in ("draft_tokens", "draft_counts"))
-    temperature = jnp.full(drafts.shape[:1], float(case.setting("temperature")))
-    proposal = Proposal(drafts, Dense(probabilities(draft_logits, temperature)))
-    u, u_last = jnp.asarray(case.input("uniform")), jnp.asarray(case.input("uniform_final"))
-    drawn = sampled_accept(probabilities(logits, temperature), proposal, u, u_last, counts, "ratio")
-    greedy = greedy_accept(logits, jnp.argmax(draft_logits, axis=-1).astype(jnp.int32), counts)
-    return {
-        "accepted": drawn.accepted,
-        "next_token": drawn.token,
-        "greedy_accepted": greedy.accepted,
-        "greedy_next": greedy.token,
-        "final_distribution": drawn.distribution,
-        "accept_prefix_mask": (jnp.arange(drafts.shape[1]) < drawn.accepted[:, None]).astype(jnp.int32),
-    }
+    temperature = float(case.setting("temperature"))
+
+    @jax.jit
+    def accept(given: dict[str, Array]) -> Tensors:
+        logits, counts = given["target_logits"], given["draft_counts"]
+        each = jnp.full(counts.shape, temperature)
+        proposal = Proposal(given["draft_tokens"], Dense(probabilities(given["draft_logits"], each)))
+        p = probabilities(logits, each)
+        drawn = sampled_accept(p, proposal, given["uniform"], given["uniform_final"], counts, "ratio")
+        greedy = greedy_accept(logits, jnp.argmax(given["draft_logits"], axis=-1).astype(jnp.int32), counts)
+        return {
+            "accepted": drawn.accepted,
+            "next_token": drawn.token,
+            "greedy_accepted": greedy.accepted,
+            "greedy_next": greedy.token,
+            "final_distribution": drawn.distribution,
+            "accept_prefix_mask": (jnp.arange(proposal.tokens.shape[1]) < drawn.accepted[:, None]).astype(jnp.int32),
+        }
+
+    return accept(case.arrays(*DEEPSPEC_INPUTS))
 
 
 def probabilities(logits: Array, temperature: Array) -> Array:

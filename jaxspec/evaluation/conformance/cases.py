@@ -72,6 +72,11 @@ class Case:
             )
         return self.inputs[name]
 
+    def arrays(self, *names: str) -> Tensors:
+        """Inputs as a compiled step takes them: integers of 64 bits as int32, everything else as it is."""
+        found = {name: self.input(name) for name in names}
+        return {name: value.astype(np.int32) if value.dtype == np.int64 else value for name, value in found.items()}
+
     def setting(self, name: str) -> Any:
         """One value of the case's config; DataError when it is not there."""
         if name not in self.config:
@@ -84,7 +89,7 @@ class Case:
 def find_cases(root: Path) -> list[Path]:
     """Every folder below `root` (itself included) that holds a case.json, sorted by path. Links are followed.
 
-    A link back to a folder on the way down is not entered again, so loops end. Raises DataError when `root` is no folder.
+    A link back to a folder on the way down is not entered again, so loops end. Raises DataError if `root` is no folder.
     """
     if not root.is_dir():
         raise DataError(problem("conformance folder", str(root), "a folder that exists"))

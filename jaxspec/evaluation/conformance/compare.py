@@ -80,7 +80,7 @@ def rows_kept(check: Check, expected: Tensors, wanted: np.ndarray) -> tuple[np.n
     if margin.ndim == 0 or wanted.ndim == 0 or margin.shape[0] != wanted.shape[0]:
         return (
             nothing,
-            f"its margin {check.margin} has shape {list(margin.shape)}, the tensor {list(wanted.shape)}: no common rows",
+            f"its margin {check.margin} is {list(margin.shape)}, the tensor {list(wanted.shape)}: no common rows",
         )
     if np.isnan(margin).any():
         return nothing, f"its margin {check.margin} holds NaN"

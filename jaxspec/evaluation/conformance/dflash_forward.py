@@ -21,7 +21,7 @@ from jaxspec.models.layout import uniform_layout
 
 
 def without_windows(drafter: DFlash) -> DFlash:
-    """The drafter as the reference's inference code runs it: it passes no attention mask, so that its sliding layers see
+    """The drafter as the reference's inference code runs it: without an attention mask, so that its sliding layers see
     the whole context and the whole block. (This project serves them with the mask they were trained with.)"""
     config = drafter.config
     model = dataclasses.replace(config.model, layer_windows=(None,) * config.model.num_layers)
@@ -29,7 +29,7 @@ def without_windows(drafter: DFlash) -> DFlash:
 
 
 def draft_forward(case: Case) -> Tensors:
-    """Features, projected context, one block a sequence without a past, then successive blocks over a growing context."""
+    """Features, projected context, one block a sequence without a past, then blocks over a growing context."""
     target, draft, shared = target_of(case), draft_of(case), shared_of(case)
     drafter, params = without_windows(draft.drafter), draft.params
     ids, starts = case.input("input_ids").astype(np.int32), [int(start) for start in case.input("starts")]
@@ -94,7 +94,7 @@ class DraftContext:
         self._commit, self._block = jax.jit(commit), jax.jit(block)
 
     def commit(self, features: np.ndarray, ids: np.ndarray, at: int) -> None:
-        """Commits the next rows of every request: features [R, n, T x H] from position `at` on, ids [R, S] of the whole."""
+        """Commits the next rows of every request: features [R, n, T x H] from position `at` on, ids [R, S] whole."""
         count = features.shape[1]
         if count:
             tokens, following = ids[:, at : at + count], ids[:, at + 1 : at + count + 1]

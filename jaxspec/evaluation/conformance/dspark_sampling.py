@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from jaxspec.drafters.base import Shared
 from jaxspec.drafters.block_config import BlockConfig
@@ -17,31 +19,33 @@ from jaxspec.models.config import ModelConfig
 
 def block_sampling(case: Case) -> Tensors:
     """Greedy and sampled walks of one block a request, their uniforms, and the calibrated confidences."""
-    head, anchors = jnp.asarray(case.input("lm_head")), jnp.asarray(case.input("anchor_tokens"), jnp.int32)
-    drafter, params = _drafter(case), _params(case)
-    shared = Shared(head, head)  # the walk reads no input embedding
-    rows = jnp.asarray(case.input("draft_hidden_rows"))
-    hidden = rows.reshape(anchors.shape[0], -1, rows.shape[-1])[:, drafter.first_row :]
-    key, requests = int(case.setting("philox_key")), jnp.arange(anchors.shape[0])
-    temperatures = jnp.asarray(case.input("step_temperatures"))
-    greedy = drafter.walk(params, shared, hidden, anchors)
-    sampled = drafter.walk(params, shared, hidden, anchors, gumbel_draw(key, requests, temperatures))
-    steps = [uniforms(key, requests, step, head.shape[0]) for step in range(hidden.shape[1])]
-    found: Tensors = {
-        "base_logits": drafter.block_logits(shared, hidden),
-        "gumbel_uniforms": jnp.stack(steps, axis=1),
-        "greedy_tokens": greedy.tokens,
-        "greedy_step_logits": greedy.logits,
-        "sampled_tokens": sampled.tokens,
-        "sampled_step_logits": sampled.logits,
-    }
-    if greedy.confidence_logits is not None:
-        found["confidence_raw"] = greedy.confidence_logits
-        temperatures = case.inputs.get("sts_temperatures")
-        found["confidence"] = calibrate(
-            greedy.confidence_logits, None if temperatures is None else jnp.asarray(temperatures)
-        )
-    return found
+    drafter, key = _drafter(case), int(case.setting("philox_key"))
+    optional = [name for name in ("sts_temperatures",) if name in case.inputs]
+
+    @jax.jit
+    def walk(params: Any, given: dict[str, Array]) -> Tensors:
+        head, rows, anchors = given["lm_head"], given["draft_hidden_rows"], given["anchor_tokens"]
+        shared = Shared(head, head)  # the walk reads no input embedding
+        hidden = rows.reshape(anchors.shape[0], -1, rows.shape[-1])[:, drafter.first_row :]
+        requests = jnp.arange(anchors.shape[0])
+        greedy = drafter.walk(params, shared, hidden, anchors)
+        sampled = drafter.walk(params, shared, hidden, anchors, gumbel_draw(key, requests, given["step_temperatures"]))
+        steps = [uniforms(key, requests, step, head.shape[0]) for step in range(hidden.shape[1])]
+        found = {
+            "base_logits": drafter.block_logits(shared, hidden),
+            "gumbel_uniforms": jnp.stack(steps, axis=1),
+            "greedy_tokens": greedy.tokens,
+            "greedy_step_logits": greedy.logits,
+            "sampled_tokens": sampled.tokens,
+            "sampled_step_logits": sampled.logits,
+        }
+        if greedy.confidence_logits is not None:
+            found["confidence_raw"] = greedy.confidence_logits
+            found["confidence"] = calibrate(greedy.confidence_logits, given.get("sts_temperatures"))
+        return found
+
+    given = case.arrays("lm_head", "draft_hidden_rows", "anchor_tokens", "step_temperatures", *optional)
+    return walk(_params(case), given)
 
 
 def _drafter(case: Case) -> DSpark:
@@ -70,15 +74,15 @@ def _drafter(case: Case) -> DSpark:
 
 
 def _params(case: Case) -> dict[str, Any]:
-    """The checkpoint's tree from the flat names of the inputs (`gate_proj_weight` is `markov_head.gate_proj.weight`)."""
+    """The checkpoint's tree from the inputs' flat names (`gate_proj_weight` is `markov_head.gate_proj.weight`)."""
     heads: dict[str, Any] = {"markov_head": {}, "confidence_head": {}}
     for name, value in case.inputs.items():
         if name in ("markov_w1", "markov_w2"):
-            heads["markov_head"][name] = {"weight": jnp.asarray(value)}
+            heads["markov_head"][name] = {"weight": value}
         elif name.endswith(("proj_weight", "proj_bias")):
             module, kind = name.rsplit("_", 1)
             place = heads["confidence_head"] if module == "confidence_proj" else heads["markov_head"]
-            place.setdefault(module.removeprefix("confidence_"), {})[kind] = jnp.asarray(value)
+            place.setdefault(module.removeprefix("confidence_"), {})[kind] = value
     return heads
 
 

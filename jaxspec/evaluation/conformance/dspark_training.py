@@ -1,13 +1,17 @@
-"""Kinds 4 and 5: DSpark training as SpecForge and as DeepSpec do it. DeepSpec's `dflash` is DSpark without the heads."""
+"""Kinds 4 and 5: DSpark training as SpecForge and DeepSpec do it. DeepSpec's `dflash` is DSpark without heads."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from jaxtyping import Array
+
+from jaxspec.drafters.base import Shared
+from jaxspec.drafters.dspark import DSpark
 from jaxspec.drafters.losses import ratio
 from jaxspec.evaluation.conformance.cases import Case, Tensors
-from jaxspec.evaluation.conformance.material import draft_of, shared_of
-from jaxspec.evaluation.conformance.training import Step, batch_of, gradients, metrics, train_step
+from jaxspec.evaluation.conformance.material import draft_of
+from jaxspec.evaluation.conformance.training import batch_of, gradients, metrics, train_step
 
 PLAIN_METRICS = {
     "acc": "metric/accuracy",
@@ -35,13 +39,12 @@ def _objective(case: Case, eps: float) -> dict[str, Any]:
 
 def specforge(case: Case) -> Tensors:
     """Three terms over one weight sum, and the greedy walk over the same hidden states."""
-    step = train_step(case, batch_of(case, "hidden_states"), **_objective(case, eps=0.0))
+    step = train_step(case, batch_of(case, "hidden_states"), _walk, **_objective(case, eps=0.0))
     terms = step.terms
     found = {
         **step.trace,
         **gradients(step),
         **metrics(terms, PLAIN_METRICS),
-        **_walk(case, step),
         "loss": step.loss,
         "accuracy": ratio(*terms["metric/accuracy"]),
     }
@@ -51,12 +54,10 @@ def specforge(case: Case) -> Tensors:
     return found
 
 
-def _walk(case: Case, step: Step) -> Tensors:
+def _walk(drafter: DSpark, params: Any, shared: Shared, trace: dict[str, Array]) -> dict[str, Array]:
     """What serving would propose from the training batch's hidden states."""
-    hidden = step.trace["output_hidden"][:, :, step.drafter.first_row :]
-    previous = step.trace["prev_token_ids"]
-    flat = hidden.reshape(-1, *hidden.shape[2:])
-    walk = step.drafter.walk(step.params, shared_of(case), flat, previous[:, :, 0].reshape(-1))
+    hidden, previous = trace["output_hidden"][:, :, drafter.first_row :], trace["prev_token_ids"]
+    walk = drafter.walk(params, shared, hidden.reshape(-1, *hidden.shape[2:]), previous[:, :, 0].reshape(-1))
     found = {
         "greedy_tokens": walk.tokens.reshape(previous.shape),
         "greedy_corrected_logits": walk.logits.reshape(*previous.shape, -1),

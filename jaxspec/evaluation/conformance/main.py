@@ -1,4 +1,4 @@
-"""The command: runs every case below a folder, prints a line a case and the counts, optionally writes what was computed."""
+"""The command: runs every case below a folder, prints a line a case and the counts, can write what was computed."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def selected(name: str, pattern: str | None) -> bool:
 
 
 def run_case(folder: Path, root: Path, dump: Path | None) -> Outcome:
-    """Reads, computes, dumps and compares one case. Whatever goes wrong in it fails this case and leaves the others alone."""
+    """Reads, computes, dumps and compares one case. Whatever goes wrong in it fails this case and no other."""
     name = case_name(folder, root)
     try:
         case = read_case(folder, root)
@@ -155,7 +155,7 @@ def write_actual(case: Case, actual: Tensors, dump: Path) -> None:
 
 
 def declared(tensor: np.ndarray, dtype: str | None) -> np.ndarray:
-    """The tensor in the declared dtype (int32 as int64, say); unchanged when that would turn floats into integers or back."""
+    """The tensor in the declared dtype (int32 as int64, say); unchanged where floats would become integers or back."""
     kinds = {"i": "i", "u": "i", "f": "f", "b": "b"}
     if dtype is None or kinds.get(np.dtype(dtype).kind) != kinds.get(tensor.dtype.kind):
         return np.ascontiguousarray(tensor)

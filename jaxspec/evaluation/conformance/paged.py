@@ -24,7 +24,7 @@ def pages(requests: int, room: int) -> np.ndarray:
 
 
 class PagedTarget:
-    """A target and its K/V pools. Running rows at an earlier position again overwrites them: that is how a round cuts."""
+    """A target and its K/V pools. Running rows at an earlier position overwrites them: that is how a round cuts."""
 
     def __init__(self, target: Target, room: int):
         model, config, table = target.model, target.config, pages(1, room)

@@ -1,4 +1,4 @@
-"""Kinds 1: layer ids, and the target's forward: whole sequences, and prefill, verify, crop, verify over the paged cache."""
+"""Kinds 1: layer ids, and the target's forward over whole sequences and over the paged cache."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def target_forward(case: Case) -> Tensors:
 
 
 def _verification(case: Case, ids: np.ndarray) -> Tensors:
-    """A prefill, a verify block that leaves the sequence after KEPT rows, and the block that follows once it is cut there."""
+    """A prefill, a verify block that strays after KEPT rows, and the block that follows once it is cut there."""
     prefill, block = int(case.setting("prefill")), int(case.setting("block"))
     paged = PagedTarget(target_of(case), room=prefill + KEPT + block)
     last = paged.run(ids[:prefill], at=0)[-1:]

@@ -1,18 +1,22 @@
-"""What every training kind does: a batch with the anchors given, the drafter's own loss, its gradients and its trace."""
+"""What every training kind does: a batch with given anchors, the drafter's own loss, its gradients and its trace."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
-from jaxspec.drafters.base import Batch, Terms
+from jaxspec.drafters.base import Batch, Shared, Terms
 from jaxspec.evaluation.conformance.cases import Case, Tensors
 from jaxspec.evaluation.conformance.material import draft_of, shared_of
 from jaxspec.models.layers import flatten
+
+More = Callable[[Any, Any, Shared, dict[str, Array]], dict[str, Array]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,8 +24,6 @@ class Step:
     """One training step of a case: the drafter as configured, its terms, loss, gradients by tensor name, and trace."""
 
     drafter: Any
-    params: Any
-    batch: Batch
     terms: Terms
     loss: Float[Array, ""]
     gradients: Tensors
@@ -32,17 +34,18 @@ def batch_of(case: Case, features: str, teacher: str = "target_last_hidden_state
     """The case's sequences with its anchors in place of the sampler's."""
     last = case.inputs.get(teacher)
     return Batch(
-        input_ids=jnp.asarray(case.input("input_ids"), jnp.int32),
+        input_ids=jnp.asarray(case.input("input_ids").astype(np.int32)),
         loss_mask=jnp.asarray(case.input("loss_mask") > 0.5),
         features=jnp.asarray(case.input(features)),
-        anchors=jnp.asarray(case.input("anchor_positions"), jnp.int32),
+        anchors=jnp.asarray(case.input("anchor_positions").astype(np.int32)),
         keep=jnp.asarray(case.input("block_keep_mask").astype(bool)),
         teacher_hidden=None if last is None else jnp.asarray(last),
     )
 
 
-def train_step(case: Case, batch: Batch, **objective: Any) -> Step:
-    """Loss, gradients and trace of one batch; `objective` replaces fields of the drafter's objective config."""
+def train_step(case: Case, batch: Batch, more: More | None = None, **objective: Any) -> Step:
+    """Loss, gradients and trace of one batch. `objective` replaces fields of the drafter's objective config, `more`
+    adds what else is to be computed from (drafter, params, shared, trace) in the same program."""
     draft, shared = draft_of(case), shared_of(case)
     config = dataclasses.replace(draft.drafter.objective_config, **objective)
     drafter = dataclasses.replace(draft.drafter, objective_config=config)
@@ -53,10 +56,12 @@ def train_step(case: Case, batch: Batch, **objective: Any) -> Step:
 
     @jax.jit
     def step(params: Any) -> tuple[Any, ...]:
-        return jax.value_and_grad(scalar, has_aux=True)(params), drafter.trace(params, shared, batch)
+        trace = drafter.trace(params, shared, batch)
+        extra = more(drafter, params, shared, trace) if more is not None else {}
+        return jax.value_and_grad(scalar, has_aux=True)(params), trace | extra
 
     ((loss, terms), gradients), trace = step(draft.params)
-    return Step(drafter, draft.params, batch, terms, loss, flatten(gradients), trace)
+    return Step(drafter, terms, loss, flatten(gradients), trace)
 
 
 def gradients(step: Step) -> Tensors:
