@@ -124,6 +124,7 @@ class BlockConfig:
                 for k in ("attention_factor", "mscale", "mscale_all_dim")
                 if (v := getattr(model.rope, k)) is not None
             }
+            rope |= {} if model.rope.truncate else {"truncate": False}
         nested = {
             "mask_token_id": self.mask_token_id,
             "target_layer_ids": list(self.taps),

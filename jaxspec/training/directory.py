@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from jaxspec.errors import ConfigError, problem
 
-__all__ = ["MARKER", "check", "prepare", "write_atomically"]
+__all__ = ["MARKER", "check", "locked", "prepare", "write_atomically"]
 
 MARKER = "jaxspec-run.json"
 _FORMAT = {"kind": "jaxspec training run", "version": 1}
@@ -20,6 +24,25 @@ def write_atomically(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".part")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Holds the run directory for this process; the lock ends with the process, however it ends.
+
+    Raises:
+      ConfigError: another process trains in it.
+    """
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(directory.with_name(directory.name + ".lock"))
+    try:
+        held = lock.acquire(timeout=0)
+    except Timeout as error:
+        raise ConfigError(
+            problem("run.directory", f"{str(directory)!r} in use by another process", "one process a run", "wait")
+        ) from error
+    with held:
+        yield
 
 
 def _is_ours(directory: Path) -> bool:

@@ -86,16 +86,17 @@ def run(
         place = Path(config.run.directory)
         run_directory.check(place, config.run.fresh)
         prepared = _prepare(config, target, reporter)
-        moved = run_directory.prepare(place, config.run.fresh)
-        if moved is not None:
-            reporter.say(f"run.fresh: the earlier run was moved to {moved}")
-        reporter.say("resolved config:\n" + render(config))
-        checkpoints = Checkpoints(place / "checkpoints", config.run.keep)
-        try:
-            report = _train(prepared, checkpoints, evaluate, stop, Placement.of(devices))
-        finally:
-            checkpoints.close()
-        run_directory.write_atomically(place / "report.json", json.dumps(report, indent=1) + "\n")
+        with run_directory.locked(place):
+            moved = run_directory.prepare(place, config.run.fresh)
+            if moved is not None:
+                reporter.say(f"run.fresh: the earlier run was moved to {moved}")
+            reporter.say("resolved config:\n" + render(config))
+            checkpoints = Checkpoints(place / "checkpoints", config.run.keep)
+            try:
+                report = _train(prepared, checkpoints, evaluate, stop, Placement.of(devices))
+            finally:
+                checkpoints.close()
+            run_directory.write_atomically(place / "report.json", json.dumps(report, indent=1) + "\n")
         return report
 
 

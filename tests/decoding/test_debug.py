@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -46,8 +47,7 @@ def compiled() -> SlotRunner:
 @pytest.fixture
 def runner(compiled: SlotRunner) -> SlotRunner:
     """The compiled debug runner with an empty state: one that raised is done for."""
-    state = compiled.program.init_state(jnp.float32, float("nan"))
-    compiled._state = state
+    compiled._state = jax.jit(lambda: compiled.program.init_state(jnp.float32, float("nan")))()
     compiled._slots = [None] * compiled.num_slots
     compiled._pending.clear()
     swap(compiled, draft=script(TABLE, M, by_lane([1, M])))
@@ -61,7 +61,6 @@ def test_B35_a_sound_run_raises_nothing(runner: SlotRunner) -> None:
             assert list(done.tokens) == walk(TABLE, prompt, len(done.tokens))
     sampled = [SamplingParams(temperature=1.0, top_p=0.9, top_k=5, seed=3, max_new_tokens=15), PARAMS]
     assert [len(done.tokens) for done in generate(runner, prompts[:2], sampled)] == [15, 20]
-    assert runner.compile_count == 0 or runner._compilations.reset() is None
 
 
 @pytest.mark.parametrize("sentinel", [-1, VOCAB, 2**31 - 1])
@@ -97,6 +96,7 @@ def test_B35_a_sentinel_anchor_is_caught(runner: SlotRunner, sentinel: int) -> N
         runner.step()
 
 
+@pytest.mark.ci
 def test_B35_the_served_build_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Why the debug build exists: the same sentinel gives an answer."""
     served = build(debug=False)
@@ -142,6 +142,7 @@ def test_invariant_a_page_that_does_not_exist_is_an_index_error(runner: SlotRunn
         runner.admit([1, 2, 3], PARAMS)
 
 
+@pytest.mark.ci
 def test_invariant_commit_gets_r_plus_one_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A commit of every verified row, accepted or not."""
     monkeypatch.setattr(round_module, "keep_rows", lambda layout, counts: layout)
@@ -151,6 +152,7 @@ def test_invariant_commit_gets_r_plus_one_rows(monkeypatch: pytest.MonkeyPatch) 
         faulty.step()
 
 
+@pytest.mark.ci
 def test_invariant_no_row_past_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan that forgets the limit."""
     plan = lambda positions, m, *rest: jnp.full(positions.shape, m, jnp.int32)  # noqa: E731

@@ -52,7 +52,7 @@ def features_of(tokens: Any, lag: int) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class TableDecoder:
-    """params = {"table": [P] tokens}. The token at position t + 1 is table[t + 1], whatever the token at t."""
+    """params hold a "table" of [P] tokens. The token at position t + 1 is table[t + 1], whatever the token at t."""
 
     lag: int
     config: ModelConfig = MODEL
@@ -99,7 +99,7 @@ def random_tokens(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 def target(lag: int, seed: int = 77) -> Loaded:
     table = random_tokens(np.random.default_rng(seed), MODEL.max_position + lag + PROPOSALS + 2)
-    return Loaded(TableDecoder(lag), {"table": jnp.asarray(table)})
+    return Loaded(TableDecoder(lag), {"table": jnp.asarray(table), "model": {"layers": []}})
 
 
 def make(method: str, proposals: int = PROPOSALS) -> Any:
