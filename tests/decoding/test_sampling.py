@@ -13,6 +13,8 @@ from jaxspec.drafters.base import Dense, Point, Proposal
 from jaxspec.drafters.draws import inverse_cdf
 
 VOCAB = 12
+served = jax.jit(SlotSampling.probabilities)
+serve_accept = jax.jit(accept)
 
 
 def sampling(temperature, top_k=0, top_p=1.0, min_p=0.0) -> SlotSampling:
@@ -64,7 +66,7 @@ def test_processors_equal_the_numpy_oracle(kind: str, top_k: int) -> None:
         for min_p in (0.0, 0.2):
             logits = rows(kind, rng)
             temperatures = np.array([0.0, 0.3, 0.7, 1.0, 1.7, 3.0])
-            got = np.asarray(sampling(temperatures, min(top_k, VOCAB), top_p, min_p).probabilities(logits))
+            got = np.asarray(served(sampling(temperatures, min(top_k, VOCAB), top_p, min_p), logits))
             for row, temperature in enumerate(temperatures):
                 expected = oracle(logits[row], temperature, top_k, top_p, min_p)
                 np.testing.assert_array_equal(got[row] > 0, expected > 0, err_msg=str((row, top_p, min_p)))
@@ -75,16 +77,16 @@ def test_slots_of_a_request_share_its_parameters() -> None:
     """[R, slots, V] is the same as one slot after the other."""
     logits = np.random.default_rng(0).normal(size=(3, 4, VOCAB)).astype(np.float32)
     mixed = sampling([0.0, 0.8, 1.2], [0, 3, 0], [1.0, 0.9, 0.6], [0.0, 0.0, 0.1])
-    whole = np.asarray(mixed.probabilities(logits))
+    whole = np.asarray(served(mixed, logits))
     for slot in range(4):
-        np.testing.assert_allclose(whole[:, slot], mixed.probabilities(logits[:, slot]), atol=1e-7)
-    np.testing.assert_array_equal(whole, mixed.draft_probs(logits))
+        np.testing.assert_allclose(whole[:, slot], served(mixed, logits[:, slot]), atol=1e-7)
+    np.testing.assert_array_equal(whole, jax.jit(SlotSampling.draft_probs)(mixed, logits))
 
 
 def test_B08_min_p_holds_for_every_emitted_token() -> None:
     rng = np.random.default_rng(3)
     logits = rng.normal(size=(200, VOCAB)).astype(np.float32) * 3
-    probs = np.asarray(sampling(np.full(200, 1.0), min_p=0.2).probabilities(logits))
+    probs = np.asarray(served(sampling(np.full(200, 1.0), min_p=0.2), logits))
     plain = np.asarray(jax.nn.softmax(logits))
     drawn = np.asarray(inverse_cdf(probs, rng.random(200).astype(np.float32)))
     chosen = plain[np.arange(200), drawn]
@@ -97,14 +99,14 @@ TIES = np.array([[1.0, 1.0, 0.0]] * 4, np.float32)
 def test_B06_ties_and_mixed_batches_stay_greedy() -> None:
     """(1, 1, 0): T = 0 gives id 0, alone, beside a sampled row, with top_p; {T 1, top_k 1} too; 200 draws each."""
     mixed = sampling([0.0, 0.0, 1.0, 1.0], [0, 0, 1, 0], [1.0, 0.9, 1.0, 1.0])
-    probs = np.asarray(mixed.probabilities(TIES))
+    probs = np.asarray(served(mixed, TIES))
     np.testing.assert_array_equal(probs[:3], [[1, 0, 0]] * 3)
     np.testing.assert_allclose(probs[3], np.exp([1, 1, 0]) / np.exp([1, 1, 0]).sum(), rtol=1e-6)
     u = np.random.default_rng(0).random((200, 4)).astype(np.float32)
     drawn = np.asarray(jax.vmap(lambda one: inverse_cdf(probs, one))(u))
     assert (drawn[:, :3] == 0).all()
     assert set(drawn[:, 3]) == {0, 1, 2}
-    np.testing.assert_array_equal(np.asarray(sampling([0.0]).probabilities(TIES[:1])), [[1, 0, 0]])
+    np.testing.assert_array_equal(np.asarray(served(sampling([0.0]), TIES[:1])), [[1, 0, 0]])
 
 
 def test_B06_verification_breaks_ties_as_plain_decoding_does() -> None:
@@ -142,10 +144,10 @@ def test_B04_padding_parameters_leave_live_rows_alone(junk: float, kind: str) ->
         tokens = jnp.asarray(drafts[:count])
         law = Point(tokens, VOCAB) if kind == "point" else Dense(jnp.asarray(q[:count]))
         asked = sampling(*parameters)
-        out = accept(
+        out = serve_accept(
             jnp.asarray(values[:count]), Proposal(tokens, law), asked, u[:count], u[:count, 0], jnp.full(count, m)
         )
-        return out.accepted, out.token, asked.probabilities(jnp.asarray(values[:count, 0]))
+        return out.accepted, out.token, served(asked, jnp.asarray(values[:count, 0]))
 
     alone, beside = run(columns, logits, live), run(padding, dirty, padded)
     for a, b in zip(alone, beside, strict=True):
@@ -164,7 +166,7 @@ def test_B69_argmax_is_taken_in_float32_with_the_lowest_id_on_ties() -> None:
     for row, best in (([3.0, 21.375, 21.375], 1), ([21.375, 3.0, 21.375], 0)):
         logits = jnp.asarray([[row]], jnp.bfloat16)
         assert int(greedy_accept(logits, empty, jnp.zeros(1, jnp.int32)).token[0]) == best
-        np.testing.assert_array_equal(sampling([0.0]).probabilities(logits[:, 0])[0], np.eye(3)[best])
+        np.testing.assert_array_equal(served(sampling([0.0]), logits[:, 0])[0], np.eye(3)[best])
 
 
 def test_B69_a_bfloat16_target_gives_float32_logits() -> None:

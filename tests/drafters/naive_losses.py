@@ -53,7 +53,9 @@ def dflash(logits: np.ndarray, batch, objective) -> float:
         if objective.loss_type == "weighted_ce":
             row = [math.exp(-slot / objective.gamma) if objective.gamma else 1.0 for slot in range(count)]
         else:
-            row = dpace([hit.get((b, n, s), 1.0) for s in range(count)], mask, objective.dpace_alpha, objective.loss_type)
+            row = dpace(
+                [hit.get((b, n, s), 1.0) for s in range(count)], mask, objective.dpace_alpha, objective.loss_type
+            )
         weights |= {(b, n, slot): row[slot] for slot in range(count) if mask[slot]}
     by_batch = objective.loss_type != "weighted_ce" and objective.dpace_normalizer == "batch"
     total = batch.anchors.shape[0] if by_batch else sum(weights.values())

@@ -1,21 +1,25 @@
-"""Configs of the block drafters: which row predicts what (B45), the mask token (B46), keys in both places, round trips."""
+"""Configs of the block drafters: which row predicts what (B45), the mask token (B46), keys in both places, exports."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.decoding.runner import SlotRunner
+from jaxspec.drafters.base import Shared
 from jaxspec.drafters.block_config import BlockConfig, build_target_layer_ids
 from jaxspec.drafters.dflash import DFlash
 from jaxspec.drafters.dspark import DSpark
 from jaxspec.drafters.registry import drafter_from_hf
 from jaxspec.errors import ConfigError
 from jaxspec.models.config import ModelConfig, RopeConfig
+from jaxspec.models.decoder import Decoder
 from tests.drafters import tiny
 
 
@@ -33,7 +37,9 @@ class Rows:
     @staticmethod
     def block_hidden(params, shared, state, slots):
         size = params["rows"]
-        return jnp.broadcast_to(jax.nn.one_hot(4 + jnp.arange(size), tiny.VOCAB), (slots.anchors.shape[0], size, tiny.VOCAB))
+        return jnp.broadcast_to(
+            jax.nn.one_hot(4 + jnp.arange(size), tiny.VOCAB), (slots.anchors.shape[0], size, tiny.VOCAB)
+        )
 
 
 def proposals(drafter):
@@ -42,11 +48,10 @@ def proposals(drafter):
 
     toy = Toy(**{field.name: getattr(drafter, field.name) for field in dataclasses.fields(drafter)})
     identity = jnp.eye(tiny.VOCAB)
-    from jaxspec.drafters.base import Shared
-
     slots = tiny.slots([7, 9], [5, 6], tiny.page_tables(2, 2))
     params = {"rows": drafter.config.block_size}
-    return toy.propose(params, Shared(identity, identity), (), slots, tiny.keys(2), tiny.greedy(2))
+    run = jax.jit(lambda: toy.propose(params, Shared(identity, identity), (), slots, tiny.keys(2), tiny.greedy(2)))
+    return run()
 
 
 PLAIN = {"rank": 0, "confidence": False}
@@ -89,7 +94,9 @@ def test_B45_nested_and_flat_keys_read_alike_and_a_conflict_is_refused():
     nested["dflash_config"] = {**nested["dflash_config"], "block_size": 4}
     flat = {**tiny.draft_hf(), "dflash_config": None, "mask_token_id": tiny.MASK_ID, "target_layer_ids": [1, 3]}
     both = {**tiny.draft_hf(), "mask_token_id": tiny.MASK_ID}
-    configs = [dataclasses.replace(BlockConfig.from_hf(hf, tiny.TARGET), source_config=None) for hf in (nested, flat, both)]
+    configs = [
+        dataclasses.replace(BlockConfig.from_hf(hf, tiny.TARGET), source_config=None) for hf in (nested, flat, both)
+    ]
     assert configs[0] == configs[1] == configs[2]
     for key, value in (("block_size", 8), ("target_layer_ids", [1, 2]), ("mask_token_id", 20)):
         hf = tiny.draft_hf()
@@ -109,11 +116,6 @@ def test_B39_B46_a_missing_key_is_an_error_never_a_guess(key):
 
 @pytest.mark.parametrize("count", [0, 4, 99])
 def test_B45_more_proposals_than_a_block_gives_are_refused(count):
-    from types import SimpleNamespace
-
-    from jaxspec.decoding.runner import SlotRunner
-    from jaxspec.models.decoder import Decoder
-
     drafter = tiny.dflash()
     decoder = Decoder(tiny.TARGET)
     target = SimpleNamespace(model=decoder, params=decoder.abstract_params())
@@ -137,7 +139,9 @@ def test_B46_mask_id_outside_the_vocabulary_is_refused(mask):
         tiny.dflash(mask_token_id=mask)
 
 
-@pytest.mark.parametrize(("mask", "name"), [(0, "bos_token_id"), (1, "eos_token_id"), (2, "eos_token_id"), (3, "pad_token_id")])
+@pytest.mark.parametrize(
+    ("mask", "name"), [(0, "bos_token_id"), (1, "eos_token_id"), (2, "eos_token_id"), (3, "pad_token_id")]
+)
 def test_B46_a_fresh_drafter_refuses_special_ids_and_an_imported_one_warns(mask, name, caplog):
     with pytest.raises(ConfigError, match=f"mask_token_id: {mask} is also {name}"):
         tiny.dflash(mask_token_id=mask)
@@ -224,7 +228,9 @@ ROPES = {
 def test_to_hf_and_back_is_the_same_drafter(make, rope):
     drafter = make(layer_types=("sliding_attention", "full_attention"), sliding_window=6, is_causal=False)
     model = dataclasses.replace(drafter.config.model, rope=ROPES[rope])
-    drafter = dataclasses.replace(drafter, config=dataclasses.replace(drafter.config, model=model, output_multiplier=0.5))
+    drafter = dataclasses.replace(
+        drafter, config=dataclasses.replace(drafter.config, model=model, output_multiplier=0.5)
+    )
     target = dataclasses.replace(tiny.TARGET, rope=ROPES[rope])
     hf = drafter.to_hf()
     back = drafter_from_hf(hf, target)

@@ -24,7 +24,9 @@ DRAFTERS = {
 def test_B50_a_feature_moves_exactly_the_blocks_whose_anchor_lies_behind_it(name):
     drafter = DRAFTERS[name]()
     params, shared, batch = tiny.random_params(drafter), tiny.shared(), tiny.batch(ANCHORS, LENGTH)
-    run = jax.jit(lambda features: drafter.training_hidden(params, shared, dataclasses.replace(batch, features=features)))
+    run = jax.jit(
+        lambda features: drafter.training_hidden(params, shared, dataclasses.replace(batch, features=features))
+    )
     before = np.asarray(run(batch.features))[0]
     for position in range(LENGTH):
         after = np.asarray(run(batch.features.at[0, position].add(3.0)))[0]
@@ -49,7 +51,9 @@ def test_B50_another_blocks_anchor_token_and_labels_are_invisible(name):
 def test_B50_one_anchor_weighs_the_same_alone_and_64_times(name):
     drafter = DRAFTERS[name]()
     params, shared = tiny.random_params(drafter), tiny.shared()
-    run = jax.jit(jax.value_and_grad(lambda p, batch: drafter.objective(drafter.loss(p, shared, batch, jax.random.key(0)))))
+    run = jax.jit(
+        jax.value_and_grad(lambda p, batch: drafter.objective(drafter.loss(p, shared, batch, jax.random.key(0))))
+    )
     for anchor in (0, 5):
         one, many = (run(params, tiny.batch([anchor] * count, LENGTH)) for count in (1, 64))
         assert float(one[0]) == pytest.approx(float(many[0]), rel=2e-5)

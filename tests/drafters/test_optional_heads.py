@@ -23,7 +23,9 @@ from tests.models.numpy_decoder import random_weights
 
 GRID = [
     (rank, kind, confidence, with_markov)
-    for rank, kind, confidence, with_markov in itertools.product((0, 3), ("vanilla", "gated", "rnn"), (True, False), (True, False))
+    for rank, kind, confidence, with_markov in itertools.product(
+        (0, 3), ("vanilla", "gated", "rnn"), (True, False), (True, False)
+    )
     if not (rank == 0 and kind != "vanilla") and not (not confidence and with_markov)
 ]
 
@@ -35,7 +37,9 @@ def target():
 
 
 @pytest.mark.parametrize(("rank", "kind", "confidence", "with_markov"), GRID)
-def test_B48_heads_build_propose_train_export_and_reload_or_say_why_not(rank, kind, confidence, with_markov, target, tmp_path):
+def test_B48_heads_build_propose_train_export_and_reload_or_say_why_not(
+    rank, kind, confidence, with_markov, target, tmp_path
+):
     if rank == 0 and with_markov:
         with pytest.raises(ConfigError, match="confidence_head_with_markov"):
             MarkovConfig(rank, kind, confidence, with_markov)
@@ -53,7 +57,9 @@ def test_B48_heads_build_propose_train_export_and_reload_or_say_why_not(rank, ki
 
     @jax.jit
     def step_and_propose(params):
-        value, grads = jax.value_and_grad(lambda p: drafter.objective(drafter.loss(p, shared, data, jax.random.key(0))))(params)
+        value, grads = jax.value_and_grad(
+            lambda p: drafter.objective(drafter.loss(p, shared, data, jax.random.key(0)))
+        )(params)
         updates, _ = optax.adam(1e-2).update(grads, optax.adam(1e-2).init(params))
         return value, updates, propose(drafter, optax.apply_updates(params, updates))
 
@@ -88,7 +94,7 @@ def test_B48_rank_0_takes_the_blocks_own_logits():
 
 
 def naive_latent(kind, head, state, hidden, previous):
-    """One slot of a Markov head from its formulas: gate concat [h; e], rnn concat [state; e; h], split gate, candidate, out."""
+    """One slot of a Markov head: gate reads [h; e], rnn reads [state; e; h] and splits into gate, candidate, out."""
     sigmoid = lambda x: 1 / (1 + np.exp(-x))  # noqa: E731
     if kind == "vanilla":
         return state, previous

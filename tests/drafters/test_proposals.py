@@ -1,8 +1,9 @@
-"""What `propose` returns: q is the distribution that was drawn from, zero where there is nothing, in every form (B01, B40)."""
+"""What `propose` returns: q is what was drawn from, and zero where there is nothing, in every form (B01, B40)."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -60,14 +61,19 @@ def test_first_proposals_cuts_tokens_q_and_confidence_alike(form):
     assert first_proposals(proposal, 2) is proposal
 
 
+@functools.cache
+def compiled(drafter):
+    return jax.jit(drafter.propose)
+
+
 def propose(drafter, sampling, seed=4, anchors=(7, 9), positions=(3, 6), live=None):
     params, shared = tiny.random_params(drafter), tiny.shared()
     rng = np.random.default_rng(8)
     table = tiny.page_tables(2, 3)
-    state = tuple(jnp.asarray(rng.normal(size=pool.shape), jnp.float32) for pool in drafter.init_state(7, 4, jnp.float32))
+    pools = jax.eval_shape(lambda: drafter.init_state(7, 4, jnp.float32))
+    state = tuple(jnp.asarray(rng.normal(size=pool.shape), jnp.float32) for pool in pools)
     slots = tiny.slots(anchors, positions, table, live)
-    run = jax.jit(lambda k, s: drafter.propose(params, shared, state, slots, k, s))
-    return run(tiny.keys(2, seed), sampling), params, shared
+    return compiled(drafter)(params, shared, state, slots, tiny.keys(2, seed), sampling), params, shared
 
 
 @pytest.mark.parametrize("sampling", ["argmax", "sample"])
@@ -145,6 +151,8 @@ def test_no_drafter_proposes_nothing():
     from jaxspec.drafters.none import NoDrafter
 
     drafter = NoDrafter(VOCAB)
-    proposal = drafter.propose({}, None, (), tiny.slots([1, 2], [1, 2], tiny.page_tables(2, 1)), tiny.keys(2), tiny.greedy(2))
+    proposal = drafter.propose(
+        {}, None, (), tiny.slots([1, 2], [1, 2], tiny.page_tables(2, 1)), tiny.keys(2), tiny.greedy(2)
+    )
     assert proposal.tokens.shape == (2, 0) and drafter.num_proposals == 0
     assert dataclasses.is_dataclass(proposal.q)

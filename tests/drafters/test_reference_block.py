@@ -1,4 +1,4 @@
-"""One DFlash block written once more in numpy loops, from the formulas of the paper: what both forwards share may be wrong, too."""
+"""One DFlash block written once more in numpy, from its formulas: what training and serving share may be wrong, too."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.models.numpy_decoder import rms_norm, softmax, turn
 
 LENGTH = 9
 LAYERS = {
-    "full": {},
+    "full": {"num_layers": 2},
     "sliding-legacy": {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 4},
     "sliding-false": {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 3, "is_causal": False},
     "sliding-true": {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 3, "is_causal": True},
@@ -21,7 +21,7 @@ LAYERS = {
 
 
 def naive_block(drafter, params, shared, features, anchor_token, anchor):
-    """Final-normed hidden states of the block at `anchor`; features [S, T x H] of which only rows before it may be read."""
+    """Final-normed hidden states of the block at `anchor`; of features [S, T x H] only the rows before it are read."""
     w = {name: np.asarray(leaf, np.float64) for name, leaf in flatten(params).items()}
     model, size, dim = drafter.config.model, drafter.config.block_size, drafter.config.model.head_dim
     frequencies, _ = inverse_frequencies(model.rope, dim)

@@ -37,8 +37,9 @@ TARGET = ModelConfig.from_hf(TARGET_HF)
 
 
 def block_config(**changes: Any) -> Any:
-    """A two-layer block of 4 rows over taps 1 and 3."""
-    options = {"num_layers": 2, "block_size": 4, "mask_token_id": MASK_ID, "target_layer_ids": (1, 3), **changes}
+    """A block of 4 rows over taps 1 and 3; as many layers as `layer_types` names, else one."""
+    layers = len(changes.get("layer_types") or (None,))
+    options = {"num_layers": layers, "block_size": 4, "mask_token_id": MASK_ID, "target_layer_ids": (1, 3), **changes}
     return fresh_config(TARGET, **options)
 
 

@@ -181,6 +181,42 @@ def scripted(table: np.ndarray, m: int, params: dict[str, jax.Array]) -> Draft:
     return Draft(ScriptedDrafter(table.shape[0], m, dense="probs" in params), params)
 
 
+@dataclasses.dataclass(frozen=True)
+class Reciter:
+    """Knows the answer to every slot's request, params["sequences"] [slots, P], and says it with one wrong token
+    behind 0 to m right ones, as a hash of slot and position has it. It works on a vocabulary of any size.
+    """
+
+    vocab_size: int
+    num_proposals: int
+    taps: tuple[int, ...] = ()
+    method: str = "reciter"
+    needs_teacher: bool = False
+
+    def init_state(self, num_pages: int, page_size: int, dtype: Any) -> Any:
+        return ()
+
+    def commit(self, params: Any, shared: Any, state: Any, rows: Rows, layout: Any) -> Any:
+        return state
+
+    def propose(self, params: Any, shared: Any, state: Any, slots: Slots, keys: Any, sampling: Any) -> Proposal:
+        m, slot = self.num_proposals, jnp.arange(slots.anchors.shape[0])
+        index = slots.positions[:, None] + 1 + jnp.arange(m)
+        known = jnp.take_along_axis(params["sequences"], jnp.minimum(index, params["sequences"].shape[1] - 1), axis=1)
+        mixed = (slots.positions + 1000 * slot).astype(jnp.uint32) * jnp.uint32(2654435761)
+        right = (mixed >> 16) % (m + 1)
+        tokens = jnp.where(jnp.arange(m) == right[:, None], (known + 1) % self.vocab_size, known)
+        return Proposal(tokens, Point(tokens, self.vocab_size))
+
+
+def reciter(vocab: int, m: int, sequences: Sequence[Sequence[int]]) -> Draft:
+    """A draft that recites prompt + answer of the request on each slot."""
+    rows = np.zeros((len(sequences), max(map(len, sequences)) + m), np.int32)
+    for row, sequence in zip(rows, sequences, strict=True):
+        row[: len(sequence)] = sequence
+    return Draft(Reciter(vocab, m), {"sequences": jnp.asarray(rows)})
+
+
 # -- tiny real pairs --------------------------------------------------------------------------------------------------
 
 TINY = {

@@ -114,9 +114,10 @@ def test_model_config_refuses_by_name(changes, named):
 
 
 def test_sliding_layers_from_max_window_layers_and_not_from_the_window_alone():
-    windows = lambda **hf: (
-        ModelConfig.from_hf({**BASE, "model_type": "qwen2", "head_dim": 4, "sliding_window": 4, **hf}).layer_windows
-    )  # noqa: E731
+    def windows(**hf):
+        base = {**BASE, "model_type": "qwen2", "head_dim": 4, "sliding_window": 4}
+        return ModelConfig.from_hf({**base, **hf}).layer_windows
+
     assert windows(use_sliding_window=False) == (None, None, None)
     assert windows(use_sliding_window=True, max_window_layers=1) == (None, 4, 4)
 
@@ -171,7 +172,7 @@ def test_padding_behind_a_sequence_changes_nothing_and_stays_finite():
     _, decoder, params = make("qwen3-sliding")
     run = sequences(decoder, TAPS)
     alone = run(params, jnp.asarray([TOKENS[:4]]))
-    padded = run(params, jnp.asarray([TOKENS[:4] + [5, 5, 5]]), jnp.asarray([4]))
+    padded = run(params, jnp.asarray([[*TOKENS[:4], 5, 5, 5]]), jnp.asarray([4]))
     np.testing.assert_allclose(padded.features[:, :4], alone.features, atol=2e-5)
     assert np.isfinite(np.asarray(padded.features)).all()
 
@@ -201,7 +202,7 @@ def test_B64_fully_masked_rows_are_zero_with_finite_gradients(window):
 def test_B70_norm_softmax_scores_and_logits_are_float32_under_bfloat16_inputs():
     rng = np.random.default_rng(2)
     x = jnp.asarray(1.0 + 0.01 * rng.normal(size=(4, 512)), jnp.bfloat16)  # bf16 sums of 512 ones stop at 256
-    graph, params = ly.abstract_module(ly.RMSNorm, 512, 1e-6)
+    graph, _ = ly.abstract_module(ly.RMSNorm, 512, 1e-6)
     out = ly.bind(graph, {"weight": jnp.ones(512, jnp.bfloat16)})(x)
     wide = np.asarray(x, np.float64)
     expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6)

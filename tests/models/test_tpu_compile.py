@@ -10,7 +10,7 @@ from tests.helpers.process import run_python
 
 pytestmark = pytest.mark.ci
 
-SCRIPT = '''
+SCRIPT = """
 import sys
 
 import jax
@@ -52,8 +52,9 @@ shared = Shared(decoder.embedding(params), decoder.head(params))
 weights = place(Weights(params, drafter.abstract_params(jnp.bfloat16), shared))
 leaf = lambda *shape, dtype=jnp.int32: jax.ShapeDtypeStruct(shape, dtype)
 chunk = place(PrefillInput(
-    tokens=leaf(32), next_tokens=leaf(32), start=leaf(), count=leaf(), slot=leaf(), final=leaf(dtype=bool), generation=leaf(),
-    seed=leaf(2, dtype=jnp.uint32), sample=leaf(), sampling=jax.eval_shape(lambda: SlotSampling.zeros(1)),
+    tokens=leaf(32), next_tokens=leaf(32), start=leaf(), count=leaf(), slot=leaf(), final=leaf(dtype=bool),
+    generation=leaf(), seed=leaf(2, dtype=jnp.uint32), sample=leaf(),
+    sampling=jax.eval_shape(lambda: SlotSampling.zeros(1)),
 ))
 for name, step, extra in (("round", program.round, place(leaf(4, dtype=bool))), ("prefill", program.prefill, chunk)):
     compiled = jax.jit(step, donate_argnums=1).lower(weights, state, extra).compile()
@@ -62,7 +63,7 @@ for name, step, extra in (("round", program.round, place(leaf(4, dtype=bool))), 
     assert memory.alias_size_in_bytes > 0, "the state was not donated"
     print("COMPILED", sys.argv[1], name, device.device_kind, memory.argument_size_in_bytes, memory.output_size_in_bytes,
           memory.temp_size_in_bytes, cost.get("flops"))
-'''
+"""
 
 
 @pytest.mark.skipif(

@@ -1,7 +1,7 @@
 """Train-then-serve (B51): features carry the answer, so training must reach 100 % and serving must accept 100 %.
 
-One misaligned row, feature, position, mask or teacher anywhere between the two breaks it: each control below plants such a
-fault, trains to 100 % (or cannot), and must be rejected by the server.
+One misaligned row, feature, position, mask or teacher anywhere between the two breaks it: each control below plants
+such a fault and must be rejected by the server, however well it trained.
 """
 
 from __future__ import annotations
@@ -29,10 +29,18 @@ def serve(drafter, params, lag, prompts=(6, 9, 13), new_tokens=24):
     """Completions and tau of the weights on a world that training never saw."""
     target = world.target(lag)
     runner = SlotRunner(
-        target, world.Drafted(drafter, params), num_slots=2, max_context=48, prefill_chunk=4, page_size=4, cache_fill=float("nan")
+        target,
+        world.Drafted(drafter, params),
+        num_slots=2,
+        max_context=48,
+        prefill_chunk=4,
+        page_size=4,
+        cache_fill=float("nan"),
     )
     table = np.asarray(target.params["table"]).tolist()
-    answers = generate(runner, [table[:length] for length in prompts], SamplingParams(max_new_tokens=new_tokens, ignore_eos=True))
+    answers = generate(
+        runner, [table[:length] for length in prompts], SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+    )
     for answer in answers:  # whatever the drafter says, the text is the target's
         start = len(answer.prompt_ids)
         assert list(answer.tokens) == table[start : start + new_tokens]
@@ -124,7 +132,9 @@ def test_B50_control_context_with_the_anchors_own_feature_trains_and_fails_when_
 
 def test_B45_control_dflash_weights_served_with_dsparks_rows(trained):
     config = world.make("dflash").config
-    rows = DSpark(config, MarkovConfig(0, confidence=False, confidence_with_markov=False), objective_config=DSparkObjective())
+    rows = DSpark(
+        config, MarkovConfig(0, confidence=False, confidence_with_markov=False), objective_config=DSparkObjective()
+    )
     _, counter, _ = serve(rows, trained["dflash"][0], LAG)
     assert acceptance(counter) < 0.5
 

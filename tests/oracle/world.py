@@ -1,7 +1,7 @@
-"""A world whose tokens only the features tell: row t holds the code of token t + LAG, and no token says anything of another.
+"""A world whose tokens only the features tell: row t holds the code of token t + lag; no token tells of another.
 
-The decoder here keeps the `Decoder` interface but looks its next token up in a table, so the served answer is known, and a
-drafter can be right only by reading the right feature at the right distance.
+The decoder here keeps the `Decoder` interface but looks its next token up in a table, so the served answer is known,
+and a drafter can be right only by reading the right feature at the right distance.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ PROPOSALS = 4
 
 MODEL = ModelConfig.from_hf({
     "model_type": "qwen3", "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 32, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "rope_theta": 20.0,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64,
+    "rope_theta": 20.0,
 })  # fmt: skip
 
 
@@ -108,7 +109,9 @@ def make(method: str, proposals: int = PROPOSALS) -> Any:
     config = fresh_config(MODEL, num_layers=1, block_size=size, mask_token_id=MASK_ID, target_layer_ids=(0,))
     if method == "dflash":
         return DFlash(config, DFlashObjective(gamma=None))
-    return DSpark(config, MarkovConfig(2, "vanilla", True, True), objective_config=DSparkObjective(gamma=None, ce_alpha=1.0))
+    return DSpark(
+        config, MarkovConfig(2, "vanilla", True, True), objective_config=DSparkObjective(gamma=None, ce_alpha=1.0)
+    )
 
 
 def batch(rng: np.random.Generator, lag: int, shift: int = 0, size: int = 12, anchors: int = 8) -> Batch:
@@ -117,7 +120,9 @@ def batch(rng: np.random.Generator, lag: int, shift: int = 0, size: int = 12, an
     features = features_of(tokens, lag)[:, : LENGTH + 1]
     features = jnp.roll(features, shift, axis=1)[:, 1:LENGTH] if shift else features[:, 1:LENGTH]
     ids = tokens[:, 1:LENGTH]
-    drawn = np.sort(np.stack([rng.choice(np.arange(lag, LENGTH - 8), anchors, replace=False) for _ in range(size)]), axis=1)
+    drawn = np.sort(
+        np.stack([rng.choice(np.arange(lag, LENGTH - 8), anchors, replace=False) for _ in range(size)]), axis=1
+    )
     return of_tokens(tokens[:, 1 : LENGTH + 1], ids.shape[1], features, drawn)
 
 
@@ -158,7 +163,9 @@ def accuracy(drafter: Any, params: Any, data: Batch, leak: bool = False) -> floa
     return float(hits) / float(count)
 
 
-def train(drafter: Any, lag: int, shift: int = 0, steps: int = 300, leak: bool = False, seed: int = 5) -> tuple[Any, float]:
+def train(
+    drafter: Any, lag: int, shift: int = 0, steps: int = 300, leak: bool = False, seed: int = 5
+) -> tuple[Any, float]:
     """Weights and the accuracy of training on a fresh batch; stops early at 100 % on two of them."""
     rng = np.random.default_rng(seed)
     params = drafter.init(jax.random.key(seed))
