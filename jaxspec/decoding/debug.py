@@ -43,8 +43,8 @@ def check_lengths(slot: int, positions: int, prompt_tokens: int, emitted: int) -
     """The target's K/V hold every committed token but the anchor. Raises InvariantError."""
     if positions != prompt_tokens + emitted - 1:
         raise InvariantError(
-            f"debug build: slot {slot}: the target's K/V hold {positions} rows, expected {prompt_tokens + emitted - 1}: "
-            f"{prompt_tokens} tokens of prompt and {emitted} of answer, less the anchor"
+            f"debug build: slot {slot}: the target's K/V hold {positions} rows, expected "
+            f"{prompt_tokens + emitted - 1}: {prompt_tokens} tokens of prompt and {emitted} of answer, less the anchor"
         )
 
 

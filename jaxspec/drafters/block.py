@@ -190,7 +190,8 @@ class BlockDrafter:
             ),
         }
         same = jnp.eye(count, dtype=bool)
-        for window, masks in zip(self.config.model.layer_windows, self.config.layer_masks, strict=True):
+        for window in {None, *self.config.model.layer_windows}:  # the full mask also where no layer uses it
+            masks = self.config.mask_of(window)
             far = context_mask(batch.anchors, batch.keep, size, length, masks[0]).reshape(
                 batch_size, count * size, length
             )

@@ -63,12 +63,13 @@ class BlockConfig:
     def layer_masks(self) -> tuple[tuple[int, bool, int], ...]:
         """(context window, causal inside the block, window inside the block) per layer; 0 = no window."""
 
-        def one(window: int | None) -> tuple[int, bool, int]:
-            if self.is_causal is None:
-                return (window or 0, window is not None, 0)
-            return (window or 0, self.is_causal, window or 0)
+        return tuple(self.mask_of(window) for window in self.model.layer_windows)
 
-        return tuple(one(window) for window in self.model.layer_windows)
+    def mask_of(self, window: int | None) -> tuple[int, bool, int]:
+        """The same for a layer with this window (None: a full layer)."""
+        if self.is_causal is None:
+            return (window or 0, window is not None, 0)
+        return (window or 0, self.is_causal, window or 0)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], target: ModelConfig) -> BlockConfig:

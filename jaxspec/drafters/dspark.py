@@ -307,12 +307,13 @@ class DSpark(BlockDrafter):
             "prev_token_ids": self.labels(batch)[1],
             "eval_mask": mask,
             "loss_weights": weights,
-            "aligned_target_hidden": teacher_hidden,
-            "teacher_logits": ly.unembed(teacher_hidden, shared.head),
             "ce_per_token": tokens["ce"],
             "l1_per_token": tokens["l1"],
             "confidence_bce_per_token": tokens["bce"],
         }
+        if batch.teacher_hidden is not None:
+            trace["aligned_target_hidden"] = teacher_hidden
+            trace["teacher_logits"] = ly.unembed(teacher_hidden, shared.head)
         return trace | ({"confidence_logits": confidence} if self.heads.confidence else {})
 
     def _token_inputs(self, params: Any, shared: Shared, batch: Batch) -> tuple[tuple[Array, ...], Array]:

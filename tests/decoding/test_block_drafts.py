@@ -96,8 +96,8 @@ def test_B13_dflash_argmax_reports_a_point(target: Any) -> None:
 
 @pytest.mark.parametrize("method", ["dflash", "dspark"])
 def test_B01_B13_sampled_proposals_are_drawn_from_the_q_they_report(target: Any, method: str) -> None:
-    """Greedy rows take the argmax; sampled ones follow the very array that acceptance reads (512 draws a slot). DSpark's
-    q is the conditional one: it differs between rows whose earlier draws differ."""
+    """Greedy rows take the argmax; sampled ones follow the very array that acceptance reads (512 draws a slot).
+    DSpark's q is the conditional one: it differs between rows whose earlier draws differ."""
     draft = tiny_draft(target, method, **({"draft_sampling": "sample"} if method == "dflash" else {}))
     count = 1024
     proposal = proposal_of(draft, target, mixed_sampling(count), count)
@@ -120,9 +120,9 @@ def test_B01_B13_sampled_proposals_are_drawn_from_the_q_they_report(target: Any,
 
 @pytest.mark.parametrize("method", ["dflash", pytest.param("dspark", marks=pytest.mark.ci)])
 def test_B32_context_after_partial_acceptance_is_rebuilt_from_committed_features(target: Any, method: str) -> None:
-    """A round whose proposals stand in part: the drafter's context K/V equal those written by one commit of the target's
-    cache-free features of the committed tokens. Nothing of the block or of rejected rows is in it; the rows beyond are
-    still NaN."""
+    """A round whose proposals stand in part: the drafter's context K/V equal those written by one commit of the
+    target's cache-free features of the committed tokens. Nothing of the block or of rejected rows is in it; the rows
+    beyond are still NaN."""
     draft = tiny_draft(target, method)
     runner = SlotRunner(
         target, draft, num_slots=2, max_context=64, prefill_chunk=8, page_size=8, cache_fill=float("nan")

@@ -14,7 +14,17 @@ from jaxspec.decoding.generate import generate
 from jaxspec.decoding.request import SamplingParams
 from jaxspec.decoding.runner import SlotRunner
 from jaxspec.errors import InvariantError
-from tests.helpers.worlds import by_lane, random_table, script, scripted, swap, table_target, tiny_draft, tiny_target, walk
+from tests.helpers.worlds import (
+    by_lane,
+    random_table,
+    script,
+    scripted,
+    swap,
+    table_target,
+    tiny_draft,
+    tiny_target,
+    walk,
+)
 
 M, LANES, POSITIONS = 3, 2, 40
 TABLE = random_table(LANES, POSITIONS, seed=4)
@@ -69,7 +79,9 @@ def test_B35_a_proposed_sentinel_is_caught(runner: SlotRunner, sentinel: int) ->
     tokens[:, 10:, M - 1] = sentinel
     swap(runner, draft={"tokens": jnp.asarray(tokens)})
     runner.admit([1, 2, 3], PARAMS)
-    with pytest.raises(InvariantError, match=rf"proposed tokens: found id {sentinel}, expected 0 <= id < vocab_size = 16"):
+    with pytest.raises(
+        InvariantError, match=rf"proposed tokens: found id {sentinel}, expected 0 <= id < vocab_size = 16"
+    ):
         for _ in range(20):
             runner.step()
 
@@ -166,7 +178,7 @@ def test_invariant_no_row_past_the_limit(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.ci
 @pytest.mark.parametrize("method", ["dflash", "dspark"])
 def test_B35_real_models_run_clean_in_the_debug_build(method: str) -> None:
-    """Every gather and scatter of the target, the drafter and the acceptance, with B34-style mixed widths at the limit."""
+    """Every gather and scatter of the target, the drafter and the acceptance, with mixed widths at the limit."""
     target = tiny_target()
     draft = tiny_draft(target, method, **({"draft_sampling": "sample"} if method == "dflash" else {}))
     options = {"num_slots": 2, "max_context": 40, "prefill_chunk": 8, "page_size": 8, "cache_fill": float("nan")}

@@ -114,7 +114,7 @@ def test_uniforms_are_never_used_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each (anchor, position, purpose) of a request occurs once, over prefill and all rounds, and the values differ."""
     used: list[tuple[str, np.ndarray, np.ndarray, np.ndarray]] = []
 
-    def watched(keys, positions, purpose):  # noqa: ANN001, ANN202
+    def watched(keys, positions, purpose):
         values = uniforms(keys, positions, purpose)
         note = lambda p, v, k: used.append((purpose.name, np.array(p), np.array(v), np.array(k)))  # noqa: E731
         jax.debug.callback(note, positions, values, jax.random.key_data(keys), ordered=True)

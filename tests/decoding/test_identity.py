@@ -47,7 +47,9 @@ def check_against_cache_free_forward(target: Any, prompts: Sequence[Sequence[int
     rows = np.zeros((len(prompts), max(lengths)), np.int32)
     for row, prompt, answer in zip(rows, prompts, answers, strict=True):
         row[: len(prompt) + len(answer)] = [*prompt, *answer]
-    out = jax.jit(lambda tokens: target.model.forward_sequences(target.params, tokens, lengths=jnp.asarray(lengths)))(rows)
+    out = jax.jit(lambda tokens: target.model.forward_sequences(target.params, tokens, lengths=jnp.asarray(lengths)))(
+        rows
+    )
     logits = np.asarray(target.model.logits(target.params, out.hidden))
     turned = checked = 0
     for row, values, prompt, length in zip(rows, logits, prompts, lengths, strict=True):
@@ -145,9 +147,7 @@ def test_B14_families_with_a_partly_right_and_a_garbage_draft(family: str) -> No
 def test_B14_any_number_of_proposals(world: World, count: int) -> None:
     """Every m below the block's, which also moves every verify shape."""
     _, draft, _ = world.pairs["dflash"]
-    runner = SlotRunner(
-        world.target, draft, num_slots=3, max_context=200, num_proposals=count, cache_fill=float("nan")
-    )
+    runner = SlotRunner(world.target, draft, num_slots=3, max_context=200, num_proposals=count, cache_fill=float("nan"))
     done = generate(runner, world.prompts["dflash"][:3], SamplingParams(max_new_tokens=100, ignore_eos=True))
     for plain, one in zip(world.plain["dflash"], done, strict=False):
         assert plain.tokens[:100] == one.tokens

@@ -47,9 +47,7 @@ def test_B21_max_position_bounds_the_context(runner: SlotRunner) -> None:
 
 @pytest.mark.parametrize("accepted", [0, 3, M])
 @pytest.mark.parametrize("length", range(20, LIMIT))
-def test_B21_answer_ends_at_the_limit_and_touches_nothing_else(
-    runner: SlotRunner, length: int, accepted: int
-) -> None:
+def test_B21_answer_ends_at_the_limit_and_touches_nothing_else(runner: SlotRunner, length: int, accepted: int) -> None:
     swap(runner, draft=script(TABLE, M, by_lane([accepted, 0, 0, 0])))
     rng = np.random.default_rng(length)
     before, after = rng.integers(8, 16, 5).tolist(), rng.integers(16, 24, 3).tolist()
@@ -97,7 +95,7 @@ def test_B21_stop_on_the_last_position_wins_over_length(runner: SlotRunner) -> N
     while runner.live:
         events += [event for event in runner.step() if event.handle == handle]
     expected = answer[: answer.index(answer[-1]) + 1]
-    assert sum((list(event.tokens) for event in events), []) == expected
+    assert [token for event in events for token in event.tokens] == expected
     assert events[-1].finish_reason == "stop"
 
 

@@ -114,7 +114,9 @@ def test_B06_verification_breaks_ties_as_plain_decoding_does() -> None:
     m = 2
     logits = jnp.asarray(np.broadcast_to(TIES[0], (4, m + 1, 3)))
     mixed = sampling([0.0, 0.0, 1.0, 1.0], [0, 0, 1, 0], [1.0, 0.9, 1.0, 1.0])
-    run = jax.jit(lambda drafts, u: accept(logits, Proposal(drafts, Point(drafts, 3)), mixed, u, u[:, 0], jnp.full(4, m)))
+    run = jax.jit(
+        lambda drafts, u: accept(logits, Proposal(drafts, Point(drafts, 3)), mixed, u, u[:, 0], jnp.full(4, m))
+    )
     for first, expected in ((1, 0), (0, 2)):
         drafts = jnp.full((4, m), first)
         for u in np.linspace(0, 1, 21, endpoint=False, dtype=np.float32):
@@ -140,7 +142,7 @@ def test_B04_padding_parameters_leave_live_rows_alone(junk: float, kind: str) ->
     dirty = logits.copy()
     dirty[live:] = np.nan
 
-    def run(parameters, values, count):  # noqa: ANN001, ANN202
+    def run(parameters, values, count):
         tokens = jnp.asarray(drafts[:count])
         law = Point(tokens, VOCAB) if kind == "point" else Dense(jnp.asarray(q[:count]))
         asked = sampling(*parameters)

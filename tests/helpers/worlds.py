@@ -1,8 +1,8 @@
 """Worlds whose answers are known: a table target, a scripted drafter, and tiny real pairs.
 
 The table target's logits are a lookup on (last token, position), so plain decoding is a walk through a table; its K/V
-rows hold (token, position), so a cache can be read. Tokens come in lanes of LANE ids: an answer stays in the lane of its
-prompt's last token, which lets every request have its own script, whatever slot it sits on.
+rows hold (token, position), so a cache can be read. Tokens come in lanes of LANE ids: an answer stays in the lane of
+its prompt's last token, which lets every request have its own script, whatever slot it sits on.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class Reciter:
         index = slots.positions[:, None] + 1 + jnp.arange(m)
         known = jnp.take_along_axis(params["sequences"], jnp.minimum(index, params["sequences"].shape[1] - 1), axis=1)
         mixed = (slots.positions + 1000 * slot).astype(jnp.uint32) * jnp.uint32(2654435761)
-        right = (mixed >> 16) % (m + 1)
+        right = ((mixed >> 13) ^ (7 * slots.positions + slot).astype(jnp.uint32)) % (m + 1)
         tokens = jnp.where(jnp.arange(m) == right[:, None], (known + 1) % self.vocab_size, known)
         return Proposal(tokens, Point(tokens, self.vocab_size))
 

@@ -21,8 +21,8 @@ PROMPTS, NEW_TOKENS, SEED, BLOCK = 8, 512, 0, 5
 
 
 def identity(prompt_count: int, new_tokens: int, record: Callable[[str, Any], None]) -> None:
-    """Fresh DFlash and DSpark drafts (nearly all rejected), and one that recites the answer with a mistake a round (every
-    accept length occurs), against decoding without a drafter. End-of-sequence ids are ignored."""
+    """Fresh DFlash and DSpark drafts (nearly all rejected), and one that recites the answer with a mistake a round
+    (every accept length occurs), against decoding without a drafter. End-of-sequence ids are ignored."""
     target = load_target("smollm2", "float32")
     prompts = [record["prompt_ids"] for record in recorded()[:prompt_count]]
     params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
