@@ -119,9 +119,10 @@ class SlotRunner:
             decoder.head(target.params) if head is None else head,
         )
         build = checks.DebugProgram if debug else Program
+        watched: Any = checks.Watched(drafter, decoder.config.vocab_size) if debug else drafter
         self.program = build(
             decoder,
-            checks.Watched(drafter, decoder.config.vocab_size) if debug else drafter,
+            watched,
             max_context,
             num_slots,
             page_size,

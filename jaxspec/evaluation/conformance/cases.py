@@ -154,7 +154,7 @@ def _check(case: str, tensor: str, entry: Any) -> Check:
     rows = entry.get("rows_where")
     if rows is not None and set(rows) != {"tensor", "above"}:
         raise DataError(problem(f"{field}.rows_where", repr(rows), "the keys tensor and above"))
-    numbers = {key: float(entry[key]) for key in MODES[mode]}
+    numbers: dict[str, Any] = {key: float(entry[key]) for key in MODES[mode]}
     if rows is not None:
         return Check(mode, **numbers, margin=rows["tensor"], above=float(rows["above"]))
     return Check(mode, **numbers)

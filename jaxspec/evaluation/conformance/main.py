@@ -127,12 +127,12 @@ def judge(case: Case, actual: Tensors, dumping: bool) -> Outcome:
     """Compares with the expected tensors, or settles what a case without them comes to."""
     needed = [name for name, check in case.checks.items() if check.mode != "diagnostic"]
     if case.expected is None:
-        reasons = [f"{name}: not computed" for name in needed if name not in actual]
+        missing = [f"{name}: not computed" for name in needed if name not in actual]
         if not dumping:
-            reasons.append(
+            missing.append(
                 f"{EXPECTED_FILE} is missing, there is nothing to compare with (--dump writes what is computed)"
             )
-        return Outcome(case.name, case.kind, FAILED if reasons else DUMPED, reasons=tuple(reasons))
+        return Outcome(case.name, case.kind, FAILED if missing else DUMPED, reasons=tuple(missing))
     found = compare_case(case, actual, case.expected)
     reasons = tuple(one.failure for one in found if one.failure is not None)
     return Outcome(
