@@ -1,0 +1,153 @@
+"""Faults of data, anchors, step and checkpoints."""
+
+from __future__ import annotations
+
+from tests.helpers.mutation import Mutant
+
+_TRAINING_STEP = "tests/training/test_step.py::"
+TRAINING = [
+    Mutant(
+        "anchors-need-one-token-only",
+        "jaxspec/training/anchors.py",
+        "return loss_mask[:, :-1] & loss_mask[:, 1:]",
+        "return loss_mask[:, :-1]",
+        ("tests/training/test_anchors.py",),
+        "B55, trap 21: an anchor whose next token is unsupervised trains nothing",
+    ),
+    Mutant(
+        "anchors-legacy-width-without-the-minus-one",
+        "jaxspec/training/anchors.py",
+        "limit = jnp.clip(counts.max() - 1, 0, num_anchors)",
+        "limit = jnp.clip(counts.max(), 0, num_anchors)",
+        ("tests/training/test_anchors.py",),
+        "trap 21",
+    ),
+    Mutant(
+        "anchors-unsorted",
+        "jaxspec/training/anchors.py",
+        "ordered = jnp.sort(jnp.where(keep, ranked, loss_mask.shape[1]), axis=1)",
+        "ordered = jnp.where(keep, ranked, loss_mask.shape[1])",
+        ("tests/training/test_anchors.py",),
+        "blocks must come in ascending order",
+    ),
+    Mutant(
+        "anchors-the-same-in-every-epoch",
+        "jaxspec/training/anchors.py",
+        "own = jax.random.fold_in(jax.random.fold_in(key, example_id), example_epoch)",
+        "own = jax.random.fold_in(key, example_id)",
+        ("tests/training/test_anchors.py",),
+        "B68: the key must fold in the epoch",
+    ),
+    Mutant(
+        "mask-without-end-of-turn",
+        "jaxspec/training/templates.py",
+        "Piece(text + self.eot, supervised),",
+        "Piece(text, supervised), Piece(self.eot, False),",
+        ("tests/training/test_templates.py",),
+        "B53, trap 24",
+    ),
+    Mutant(
+        "mask-with-the-inserted-think-block",
+        "jaxspec/training/templates.py",
+        "start = inserted.end() if inserted else start",
+        "start = start",
+        ("tests/training/test_templates.py",),
+        "B53, trap 24: it belongs to the prompt",
+    ),
+    Mutant(
+        "rows-of-zeros-are-not-counted",
+        "jaxspec/training/data.py",
+        "        stats.empty += not has_anchor\n",
+        "",
+        ("tests/training/test_data.py",),
+        "B53: a template that masks everything must stop the run",
+    ),
+    Mutant(
+        "accumulation-ignores-the-global-weights",
+        "jaxspec/training/step.py",
+        "return jax.tree.map(jnp.add, total, pull(cotangent)[0]), None",
+        "return jax.tree.map(jnp.add, total, pull(jax.grad(objective)(*terms_of(masters, *micro)))[0]), None",
+        (_TRAINING_STEP + "test_B53_one_and_ninety_nine_supervised_tokens_weigh_the_same_under_accumulation",),
+        "each micro-batch's own denominator",
+    ),
+    Mutant(
+        "empty-step-moves-the-moments",
+        "jaxspec/training/step.py",
+        "jnp.where(use, new, old), updated, (state.params, state.opt_state)",
+        "jnp.where(True, new, old), updated, (state.params, state.opt_state)",
+        (_TRAINING_STEP + "test_B53_empty_batch_has_loss_zero_changes_nothing_and_is_counted",),
+        "B53: AdamW would move parameters on a zero gradient",
+    ),
+    Mutant(
+        "nan-gradient-masked-by-a-product",
+        "jaxspec/training/step.py",
+        "    use = supervised & finite\n",
+        "    use = supervised\n",
+        (_TRAINING_STEP + "test_gradients_that_are_no_numbers_change_nothing_and_are_counted",),
+        "NaN * 0 = NaN",
+    ),
+    Mutant(
+        "warm-up-always-from-step-plus-one",
+        "jaxspec/training/optimizer.py",
+        "rising = (now + config.warmup_offset) / max(warm, 1)",
+        "rising = (now + 1) / max(warm, 1)",
+        (_TRAINING_STEP + "test_learning_rate_by_step",),
+        "trap 23",
+    ),
+    Mutant(
+        "clip-without-epsilon",
+        "jaxspec/training/optimizer.py",
+        "_CLIP_EPS = 1e-6",
+        "_CLIP_EPS = 0.0",
+        (_TRAINING_STEP + "test_clipping_has_the_recipes_epsilon",),
+        "clip without epsilon",
+    ),
+    Mutant(
+        "epoch-counted-in-batches",
+        "jaxspec/training/pipeline.py",
+        '"epoch": index // count}',
+        '"epoch": index // (count * 2)}',
+        ("tests/training/test_pipeline.py",),
+        "anchors would repeat or drift with the batch size",
+    ),
+    Mutant(
+        "resume-starts-the-data-over",
+        "jaxspec/training/main.py",
+        '        batches.set_state(before["input"])\n',
+        "",
+        ("tests/training/test_run.py::test_B56_resume_is_bit_exact_in_mid_epoch",),
+        "B56: weights come back, the order does not",
+    ),
+    Mutant(
+        "resume-with-fresh-optimizer",
+        "jaxspec/training/checkpoint.py",
+        "        return state\n\n    def close",
+        "        return TrainState(state.params, like.opt_state, state.step, state.skipped, state.nonfinite, state.key)\n\n    def close",  # noqa: E501
+        ("tests/training/test_checkpoint.py",),
+        "B56: its test elsewhere compared two empty states",
+    ),
+    Mutant(
+        "fingerprint-without-content",
+        "jaxspec/training/fingerprint.py",
+        '        "data.content": examples.content_hash(),\n',
+        "",
+        ("tests/training/test_run.py::test_resume_with_other_data_is_refused_and_free_keys_may_change",),
+        "fingerprint without content",
+    ),
+    Mutant(
+        "metrics-mean-of-ratios",
+        "jaxspec/training/metrics.py",
+        "float(total[place] / weight[place])",
+        "float(np.mean([np.asarray(step[name][0])[place] / np.maximum(np.asarray(step[name][1])[place], 1e-9) for step in steps]))",  # noqa: E501
+        ("tests/training/test_metrics.py",),
+        "B38",
+    ),
+    Mutant(
+        "log-keeps-the-lines-of-a-dead-process",
+        "jaxspec/training/metrics.py",
+        "if _step_of(line) <= resume_step",
+        "if _step_of(line) < math.inf",
+        ("tests/training/test_metrics.py",),
+        "log keeps the lines of a dead process",
+    ),
+]
