@@ -222,8 +222,9 @@ class DebugProgram(Program):
         return super().prefill(weights, state, chunk)
 
     def _check_layout(self, layout: RaggedLayout) -> None:
+        limit = self.max_context + self.drafter.tree_nodes  # nodes of a tree stand on scratch rows behind the limit
         checkify.check(
-            jnp.all(~layout.valid | ((layout.slots >= 0) & (layout.slots < self.max_context))),
+            jnp.all(~layout.valid | ((layout.slots >= 0) & (layout.slots < limit))),
             "verify: rows at slots {slots}, expected all below the limit",
             slots=layout.slots,
         )

@@ -148,11 +148,12 @@ def test_keys_of_anchor_position_and_purpose_are_all_distinct() -> None:
     seen: set[float] = set()
     total = 0
     positions = jnp.broadcast_to(jnp.arange(1, 9), (2, 8))
+    draw = jax.jit(uniforms, static_argnums=2)
     for sample in range(2):
         for anchor in range(6):
             keys = round_keys(base, jnp.full(2, sample), jnp.full(2, anchor))
             for purpose in Purpose:
-                drawn = np.asarray(uniforms(keys, positions, purpose)).reshape(-1).tolist()
+                drawn = np.asarray(draw(keys, positions, purpose)).reshape(-1).tolist()
                 assert all(0 <= value < 1 for value in drawn)
                 seen |= set(drawn)
                 total += len(drawn)

@@ -36,6 +36,7 @@ def target():
     return Target("tiny", model, random_weights(model, 0.3), "r1")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("rank", "kind", "confidence", "with_markov"), GRID)
 def test_B48_heads_build_propose_train_export_and_reload_or_say_why_not(
     rank, kind, confidence, with_markov, target, tmp_path
