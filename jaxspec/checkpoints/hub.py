@@ -61,7 +61,11 @@ def locate(source: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | N
 
         return Located(text, smollm2(cache_dir))
     path = Path(text).expanduser()
-    if path.exists():
+    try:
+        there = path.exists()
+    except (OSError, ValueError) as error:  # a name too long for the file system, or one with a NUL
+        raise HubError(f"model: found an impossible name ({error}), expected {_FORMS}") from None
+    if there:
         return _local(path)
     if _looks_like_path(text, path):
         what = "GGUF file" if path.suffix == ".gguf" else "folder"

@@ -101,13 +101,15 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         )
     try:
         table = json.loads(raw)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise CheckpointError(
             f"{path}: found a header that is not JSON ({error}), expected a safetensors header; fetch the file again"
         ) from None
     if not isinstance(table, dict):
         raise CheckpointError(f"{path}: found a header of type {type(table).__name__}, expected a JSON object")
     metadata = table.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict):
+        raise CheckpointError(f"{path}: found __metadata__ of type {type(metadata).__name__}, expected a JSON object")
     entries = {name: _entry(path, name, item, 8 + length) for name, item in table.items()}
     ordered = dict(sorted(entries.items(), key=lambda pair: (pair[1].start, pair[1].nbytes)))
     end = 8 + length
@@ -130,6 +132,7 @@ def _entry(path: Path, name: str, item: Any, base: int) -> Entry:
     try:
         code, shape, (first, last) = item["dtype"], tuple(item["shape"]), item["data_offsets"]
         sane = all(type(n) is int and n >= 0 for n in (*shape, first, last)) and last >= first
+        sane = sane and isinstance(code, str)
     except (KeyError, TypeError, ValueError):
         sane = False
     if not sane:

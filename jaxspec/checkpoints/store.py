@@ -35,7 +35,7 @@ def read_json(path: str | os.PathLike[str], *, what: str = "a JSON object") -> d
         raise CheckpointError(f"{path}: found no such file, expected {what}") from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}), expected {what}") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path}: found text that is not JSON ({error}), expected {what}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: found JSON of type {type(value).__name__}, expected {what}")

@@ -58,6 +58,8 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping
 def _parse(text: str, where: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
+    except RecursionError:
+        raise ConfigError(f"{where}: nested too deeply, expected sections of keys; correct the file") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""

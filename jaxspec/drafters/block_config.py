@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.errors import ConfigError
+from jaxspec.models import fields
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Tap
 
@@ -53,6 +54,12 @@ class BlockConfig:
             raise ConfigError(f"mask_token_id: found {self.mask_token_id}, expected 0 <= id < vocab_size = {vocab}")
         if not self.taps:
             raise ConfigError("target_layer_ids: found none, expected the target layers that this drafter reads")
+        if len(set(self.taps)) != len(self.taps):
+            raise ConfigError(f"target_layer_ids: found {list(self.taps)}, expected each layer once")
+        if self.block_size > self.model.max_position:
+            raise ConfigError(
+                f"block_size: found {self.block_size}, expected at most {self.model.max_position} positions"
+            )
         for tap in self.taps:
             if not isinstance(tap, int) or not -1 <= tap < self.num_target_layers:
                 raise ConfigError(
@@ -91,22 +98,23 @@ class BlockConfig:
                 f"num_target_layers: the drafter was made for {layers}, the target has {target.num_layers}"
             )
         mask = key.required("mask_token_id", "the id that stands for an unknown token")
+        mask = fields.integer("mask_token_id", mask, least=0)
         warn_mask_token(mask, model, target)
         softcap = key("final_logit_softcapping")
-        multiplier = float(key("output_multiplier", 1.0))
-        if multiplier <= 0:
-            raise ConfigError(f"output_multiplier: found {multiplier}, expected a positive number")
+        if isinstance(softcap, (int, float)) and softcap <= 0:
+            softcap = None  # some checkpoints say "off" so
+        taps = fields.listing("target_layer_ids", key.required("target_layer_ids", "the target layers it reads"))
         return cls(
             model=model,
-            taps=tuple(key.required("target_layer_ids", "the target layers whose outputs it reads")),
-            block_size=key.required("block_size", "rows per block, anchor included"),
+            taps=tuple(fields.integer("target_layer_ids", tap, least=-1) for tap in taps),
+            block_size=fields.integer("block_size", key.required("block_size", "rows per block, anchor included")),
             mask_token_id=mask,
             num_target_layers=layers,
             target_hidden_size=target.hidden_size,
-            is_causal=config.get("is_causal"),
-            input_embedding_scale=float(key("input_embedding_scale", 1.0)),
-            output_multiplier=multiplier,
-            final_logit_softcapping=float(softcap) if softcap and softcap > 0 else None,
+            is_causal=fields.flag("is_causal", config.get("is_causal")),
+            input_embedding_scale=fields.positive("input_embedding_scale", key("input_embedding_scale", 1.0)),
+            output_multiplier=fields.positive("output_multiplier", key("output_multiplier", 1.0)),
+            final_logit_softcapping=fields.optional_positive("final_logit_softcapping", softcap),
             source_config=json.dumps(config),
         )
 
@@ -180,7 +188,8 @@ class NestedKeys:
     SECTIONS = ("dflash_config", "dspark_config")
 
     def __init__(self, config: Mapping[str, Any]):
-        self._places = [config.get(section) or {} for section in self.SECTIONS] + [config]
+        sections = [fields.mapping(section, config.get(section)) for section in self.SECTIONS]
+        self._places: list[Mapping[str, Any]] = [*sections, config]
 
     def __call__(self, key: str, default: Any = None) -> Any:
         found = [place[key] for place in self._places if place.get(key) is not None]

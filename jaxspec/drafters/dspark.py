@@ -24,6 +24,7 @@ from jaxspec.drafters.block_config import BlockConfig, NestedKeys
 from jaxspec.drafters.draws import Purpose, inverse_cdf, uniforms
 from jaxspec.drafters.markov import MarkovConfig
 from jaxspec.errors import ConfigError
+from jaxspec.models import fields
 from jaxspec.models import layers as ly
 from jaxspec.models.config import ModelConfig
 
@@ -82,20 +83,24 @@ class DSpark(BlockDrafter):
         """From a public config.json of either layout."""
         key = NestedKeys(config)
         deepspec = (config.get("architectures") or [""])[0] != SPECFORGE
-        confidence = bool(key("enable_confidence_head", False))
-        rank = int(key("markov_rank", 0))
+
+        def enabled(name: str, default: bool) -> bool:
+            return bool(fields.flag(name, key(name, default)))
+
+        confidence = enabled("enable_confidence_head", False)
+        rank = fields.integer("markov_rank", key("markov_rank", 0), least=0)
         heads = MarkovConfig(
             rank=rank,
             kind=key("markov_head_type", "vanilla"),
             confidence=confidence,
-            confidence_with_markov=confidence and bool(key("confidence_head_with_markov", rank > 0)),
+            confidence_with_markov=confidence and enabled("confidence_head_with_markov", rank > 0),
         )
-        speculators = config.get("speculators_model_type") == "dspark" or bool(key("dspark_bonus_anchor", False))
+        speculators = config.get("speculators_model_type") == "dspark" or enabled("dspark_bonus_anchor", False)
         eps = 1e-6 if deepspec else 0.0
         return cls(
             BlockConfig.from_hf(config, target),
             heads=heads,
-            sample_from_anchor=bool(key("sample_from_anchor", not speculators)),
+            sample_from_anchor=enabled("sample_from_anchor", not speculators),
             layout=DEEPSPEC if deepspec else SPECFORGE,
             objective_config=DSparkObjective(denominator_eps=eps, confidence_alpha=1.0 if confidence else 0.0),
         )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.errors import ConfigError
+from jaxspec.models import fields
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 ROPE_KINDS = ("default", "linear", "yarn", "llama3")
@@ -35,7 +37,8 @@ class RopeConfig:
 
         Raises ConfigError for a rope type outside `ROPE_KINDS` and for a scaling key that the type needs and lacks.
         """
-        scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+        scaling = fields.mapping(name, config.get(name))
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         if kind not in ROPE_KINDS:
             raise ConfigError(
@@ -45,7 +48,6 @@ class RopeConfig:
         partial = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
         if partial not in (None, 1, 1.0):
             raise ConfigError(f"partial_rotary_factor: found {partial}, expected 1.0 (partial rotary is not supported)")
-        theta = scaling.get("rope_theta", config.get("rope_theta"))
         needed = {
             "linear": ("factor",),
             "yarn": ("factor",),
@@ -54,22 +56,28 @@ class RopeConfig:
         for key in needed.get(kind, ()):
             if scaling.get(key) is None:
                 raise ConfigError(f"rope_parameters.{key}: missing, expected a number (rope type {kind!r} needs it)")
-        optional = {
-            "beta_fast": scaling.get("beta_fast") or 32.0,
-            "beta_slow": scaling.get("beta_slow") or 1.0,
-            "attention_factor": scaling.get("attention_factor"),
-            "mscale": scaling.get("mscale"),
-            "mscale_all_dim": scaling.get("mscale_all_dim"),
-            "truncate": scaling.get("truncate", True),
-        }
+
+        def number(key: str, default: float) -> float:
+            value = scaling.get(key)
+            return fields.positive(f"rope_parameters.{key}", default if value is None else value)
+
+        def optional(key: str) -> float | None:
+            return fields.optional_positive(f"rope_parameters.{key}", scaling.get(key))
+
+        theta = scaling.get("rope_theta", config.get("rope_theta"))
         return cls(
             kind=kind,
-            theta=float(theta if theta is not None else 10000.0),
-            factor=float(scaling.get("factor") or 1.0),
-            original_max_position=int(scaling.get("original_max_position_embeddings") or max_position),
-            low_freq_factor=float(scaling.get("low_freq_factor") or 1.0),
-            high_freq_factor=float(scaling.get("high_freq_factor") or 4.0),
-            **optional,
+            theta=fields.positive("rope_theta", 10000.0 if theta is None else theta),
+            factor=number("factor", 1.0),
+            original_max_position=int(number("original_max_position_embeddings", max_position)),
+            low_freq_factor=number("low_freq_factor", 1.0),
+            high_freq_factor=number("high_freq_factor", 4.0),
+            beta_fast=number("beta_fast", 32.0),
+            beta_slow=number("beta_slow", 1.0),
+            attention_factor=optional("attention_factor"),
+            mscale=optional("mscale"),
+            mscale_all_dim=optional("mscale_all_dim"),
+            truncate=bool(scaling.get("truncate", True)),
         )
 
 
@@ -108,30 +116,33 @@ class ModelConfig:
             raise ConfigError(f"model_type: found {family!r}, expected one of {', '.join(FAMILIES)}")
         if config.get("hidden_act", "silu") != "silu":
             raise ConfigError(f"hidden_act: found {config['hidden_act']!r}, expected 'silu'")
-        read = _Reader(config)
-        hidden, heads = read.size("hidden_size"), read.size("num_attention_heads")
-        kv_heads = read.size("num_key_value_heads", heads)
-        head_dim = read.size("head_dim", hidden // heads)
-        layers = read.size("num_hidden_layers")
+        if config.get("quantization_config"):
+            raise ConfigError(
+                "quantization_config: found one, expected plain weights; dequantise the checkpoint, or use its GGUF"
+            )
+        read = functools.partial(fields.size, config)
+        hidden, heads = read("hidden_size"), read("num_attention_heads")
+        kv_heads = read("num_key_value_heads", heads)
+        head_dim = read("head_dim", hidden // heads)
+        layers = read("num_hidden_layers")
         if heads % kv_heads:
             raise ConfigError(
                 f"num_key_value_heads: found {kv_heads}, expected a divisor of num_attention_heads {heads}"
             )
         if head_dim % 2:
             raise ConfigError(f"head_dim: found {head_dim}, expected an even number (rotary pairs)")
-        max_position = read.size("max_position_embeddings", 2048)
+        max_position = read("max_position_embeddings", 2048)
         bias = bool(config.get("attention_bias", False))
-        eos = config.get("eos_token_id")
         return cls(
             family=family,
-            vocab_size=read.size("vocab_size"),
+            vocab_size=read("vocab_size"),
             hidden_size=hidden,
-            intermediate_size=read.size("intermediate_size"),
+            intermediate_size=read("intermediate_size"),
             num_layers=layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=fields.positive("rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
             rope=RopeConfig.from_hf(config, max_position),
             qk_norm=family == "qwen3",
             qkv_bias=bias or family == "qwen2",
@@ -140,9 +151,9 @@ class ModelConfig:
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             max_position=max_position,
             layer_windows=layer_windows(config, layers),
-            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
-            bos_token_id=_first(config.get("bos_token_id")),
-            pad_token_id=_first(config.get("pad_token_id")),
+            eos_token_ids=fields.token_ids("eos_token_id", config.get("eos_token_id")),
+            bos_token_id=_first("bos_token_id", config),
+            pad_token_id=_first("pad_token_id", config),
         )
 
 
@@ -151,7 +162,9 @@ def layer_windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, .
     window, kinds = config.get("sliding_window"), config.get("layer_types")
     if kinds is None:
         first = config.get("max_window_layers", layers) if config.get("use_sliding_window") else layers
+        first = fields.integer("max_window_layers", first, least=0)
         kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+    kinds = [str(kind) for kind in fields.listing("layer_types", kinds)]
     if len(kinds) != layers:
         raise ConfigError(f"layer_types: found {len(kinds)} entries, expected num_hidden_layers = {layers}")
     unknown = set(kinds) - {"full_attention", "sliding_attention"}
@@ -164,19 +177,6 @@ def layer_windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, .
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-class _Reader:
-    """Positive integers out of a JSON dict, with errors that name the key."""
-
-    def __init__(self, config: Mapping[str, Any]):
-        self._config = config
-
-    def size(self, key: str, default: int | None = None) -> int:
-        value = self._config.get(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{key}: found {value!r}, expected a positive integer in config.json")
-        return value
-
-
-def _first(value: Any) -> int | None:
-    return value[0] if isinstance(value, list) and value else value if isinstance(value, int) else None
+def _first(key: str, config: Mapping[str, Any]) -> int | None:
+    ids = fields.token_ids(key, config.get(key))
+    return ids[0] if ids else None

@@ -33,13 +33,16 @@ def locked(directory: Path) -> Iterator[None]:
     Raises:
       ConfigError: another process trains in it.
     """
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(directory.with_name(directory.name + ".lock"))
     try:
-        held = lock.acquire(timeout=0)
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        held = FileLock(directory.with_name(directory.name + ".lock")).acquire(timeout=0)
     except Timeout as error:
         raise ConfigError(
             problem("run.directory", f"{str(directory)!r} in use by another process", "one process a run", "wait")
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            problem("run.directory", f"{error.strerror}: {error.filename}", "a place to write")
         ) from error
     with held:
         yield
@@ -58,7 +61,11 @@ def check(directory: Path, fresh: bool) -> None:
     Raises:
       ConfigError: the place, or the one that an earlier run would be moved to, holds something that is not a run.
     """
-    if directory.exists() and not directory.is_dir():
+    try:
+        in_the_way = directory.exists() and not directory.is_dir()
+    except OSError as error:
+        raise ConfigError(problem("run.directory", str(error.strerror), "a name that the file system takes")) from error
+    if in_the_way:
         raise ConfigError(problem("run.directory", f"{str(directory)!r} is a file", "a folder or nothing"))
     if not _holds_files(directory):
         return

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,10 @@ def packed(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
       DataError: unreadable, a field is missing or the fields contradict each other.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
+        file = np.load(path, allow_pickle=False)
+        if not isinstance(file, np.lib.npyio.NpzFile):
+            raise DataError(problem(f"data.path ({path.name})", "a single array", "an .npz token file"))
+        with file:
             missing = [name for name in PACKED_FIELDS if name not in file.files]
             if missing:
                 raise DataError(
@@ -100,7 +104,7 @@ def packed(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
                     )
                 )
             tokens, offsets, prompts = (file[name] for name in PACKED_FIELDS)
-    except (zipfile.BadZipFile, ValueError, OSError, EOFError) as error:
+    except (zipfile.BadZipFile, zlib.error, ValueError, OSError, EOFError) as error:
         raise DataError(problem(f"data.path ({path.name})", f"unreadable ({error})", "an .npz token file")) from error
     for name, array in zip(PACKED_FIELDS, (tokens, offsets, prompts), strict=True):
         if array.ndim != 1 or array.dtype.kind not in "iu":

