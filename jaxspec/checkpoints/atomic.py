@@ -26,7 +26,7 @@ def replacing_folder(directory: str | os.PathLike[str], marker: str = "config.js
     else (somebody's home, a folder of results) raises CheckpointError before any work is done.
     """
     directory = Path(os.path.abspath(directory))
-    _check_replaceable(directory, marker)
+    check_replaceable(directory, marker)
     suffix = uuid.uuid4().hex[:12]
     fresh = directory.with_name(f".{directory.name}.new-{suffix}")
     aside = directory.with_name(f".{directory.name}.old-{suffix}")
@@ -53,7 +53,8 @@ def replacing_folder(directory: str | os.PathLike[str], marker: str = "config.js
             shutil.rmtree(aside, ignore_errors=True)
 
 
-def _check_replaceable(directory: Path, marker: str) -> None:
+def check_replaceable(directory: Path, marker: str = "config.json") -> None:
+    """Whether `replacing_folder` would take this place. Raises CheckpointError naming what is in the way."""
     if not directory.exists():
         return
     if not directory.is_dir():

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxspec.checkpoints.atomic import check_replaceable
 from jaxspec.checkpoints.drafter import Draft, load_drafter, save_drafter
 from jaxspec.checkpoints.target import Target, load_target
 from jaxspec.checkpoints.tokenizer import load_tokenizer
@@ -102,6 +103,7 @@ def run(
 
 def _prepare(config: TrainConfig, target: Target | None, reporter: Reporter) -> _Run:
     """Everything that can be wrong with the inputs, before anything is written."""
+    check_replaceable(_export_folder(config))
     target = target or load_target(config.target.source, config.target.dtype)
     if config.drafter.source is None:
         draft = Draft(fresh_drafter(config, target.config), None)
@@ -183,6 +185,8 @@ def _train(
     finished = outcome.reason in ("steps", "seconds", "already finished")
     exported = _export(run, outcome) if finished else None
     status = "already finished" if outcome.reason == "already finished" else "finished" if finished else "stopped"
+    if outcome.reason == "seconds":
+        reporter.say(f"the budget of run.seconds={config.run.seconds:g} was reached at step {outcome.step}")
     if status == "stopped":
         reporter.say(f"stopped by {outcome.reason} at step {outcome.step}, saved; the same command goes on from there")
     return {
@@ -249,9 +253,13 @@ def _loop(
         writer.close()
 
 
+def _export_folder(config: TrainConfig) -> Path:
+    return Path(config.run.export or Path(config.run.directory) / "export")
+
+
 def _export(run: _Run, outcome: Outcome) -> Path:
     """Write the drafter in its public format; one that is there from an earlier end of this run stays."""
-    folder = Path(run.config.run.export or Path(run.config.run.directory) / "export")
+    folder = _export_folder(run.config)
     if outcome.reason == "already finished" and (folder / "config.json").is_file():
         run.reporter.say(f"drafter: {folder}")
         return folder

@@ -33,12 +33,15 @@ class BadRow(Exception):
 
 
 def _text(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    parts: list[Any] = content if isinstance(content, list) else [None]
+    parts: list[Any] = content if isinstance(content, list) else [{"text": content}]
     if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
         raise BadRow("content is not text")
-    return "".join(part["text"] for part in parts)
+    text = "".join(part["text"] for part in parts)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise BadRow("content is not Unicode text") from None  # a lone surrogate: no tokenizer takes it
+    return text
 
 
 def _messages(row: Any, place: str) -> list[dict[str, str]]:
@@ -70,7 +73,7 @@ def conversations(path: Path) -> Iterator[list[dict[str, str]] | BadRow]:
     Raises:
       DataError: a line is no JSON or no conversation at all; the message has file and line.
     """
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
@@ -81,6 +84,10 @@ def conversations(path: Path) -> Iterator[list[dict[str, str]] | BadRow]:
                 raise DataError(
                     problem(place, f"no JSON: {error.msg} at column {error.colno}", "one JSON object a line")
                 ) from error
+            except UnicodeDecodeError as error:
+                raise DataError(problem(place, f"no UTF-8 ({error.reason})", "UTF-8 text")) from error
+            except RecursionError:
+                raise DataError(problem(place, "JSON nested too deeply", "one JSON object a line")) from None
             except BadRow as bad:
                 yield bad
 
@@ -128,5 +135,9 @@ def packed(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
                 "one outside its example",
                 "0 <= prompt length <= example length",
             )
+        )
+    if len(tokens) and (tokens.min() < 0 or tokens.max() > np.iinfo(np.int32).max):
+        raise DataError(
+            problem(f"data.path ({path.name}) tokens", f"ids from {tokens.min()} to {tokens.max()}", "token ids")
         )
     return tokens.astype(np.int32), offsets, prompts
