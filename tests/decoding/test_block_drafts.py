@@ -119,6 +119,7 @@ def test_B01_B13_sampled_proposals_are_drawn_from_the_q_they_report(target: Any,
 
 
 @pytest.mark.parametrize("method", ["dflash", pytest.param("dspark", marks=pytest.mark.ci)])
+@pytest.mark.ci
 def test_B32_context_after_partial_acceptance_is_rebuilt_from_committed_features(target: Any, method: str) -> None:
     """A round whose proposals stand in part: the drafter's context K/V equal those written by one commit of the
     target's cache-free features of the committed tokens. Nothing of the block or of rejected rows is in it; the rows

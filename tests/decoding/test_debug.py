@@ -47,6 +47,9 @@ def build(debug: bool = True, **options: object) -> SlotRunner:
     )
 
 
+pytestmark = pytest.mark.ci  # one compilation of the checked programs, shared by the file
+
+
 @pytest.fixture(scope="module")
 def compiled() -> SlotRunner:
     made = build()

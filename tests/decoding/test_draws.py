@@ -110,6 +110,7 @@ def test_B68_first_tokens_follow_the_targets_law(runner: SlotRunner) -> None:
         assert chi < 29.9, (place, chi)  # 7 degrees of freedom, p = 1e-4; the seeds are fixed, so this never flickers
 
 
+@pytest.mark.ci
 def test_uniforms_are_never_used_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each (anchor, position, purpose) of a request occurs once, over prefill and all rounds, and the values differ."""
     used: list[tuple[str, np.ndarray, np.ndarray, np.ndarray]] = []

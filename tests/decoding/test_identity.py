@@ -110,6 +110,7 @@ def world() -> World:
 
 
 @pytest.mark.parametrize("method", ["dflash", pytest.param("dspark", marks=pytest.mark.ci)])
+@pytest.mark.ci
 def test_B14_512_tokens_five_at_a_time(world: World, method: str) -> None:
     _, draft, _ = world.pairs[method]
     runner = runner_for(world.target, draft, 5)

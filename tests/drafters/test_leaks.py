@@ -48,6 +48,7 @@ def test_B50_another_blocks_anchor_token_and_labels_are_invisible(name):
 
 
 @pytest.mark.parametrize("name", ["dflash", "dspark"])
+@pytest.mark.ci
 def test_B50_one_anchor_weighs_the_same_alone_and_64_times(name):
     drafter = DRAFTERS[name]()
     params, shared = tiny.random_params(drafter), tiny.shared()

@@ -89,6 +89,7 @@ def test_dspark_terms_equal_naive_loops(sample_from_anchor, kind):
 
 @pytest.mark.parametrize("method", ["dflash", "dspark"])
 @pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.ci), 3])
+@pytest.mark.ci
 def test_chunks_change_neither_losses_nor_gradients(method, chunk):
     """8 blocks: chunks of 3 leave a partial one whose padding must weigh nothing."""
     kinds = {
@@ -168,6 +169,7 @@ def test_missing_teacher_is_named(objective):
         jax.eval_shape(lambda p: drafter.loss(p, tiny.shared(), batch(teacher=False), KEY), drafter.abstract_params())
 
 
+@pytest.mark.ci
 def test_gradients_flow_through_l1_and_confidence_but_not_through_the_confidences_label():
     """Confidence alone moves W1 and the backbone, not the correction W2: only its label depends on that."""
     shared, data = tiny.shared(), batch()

@@ -103,6 +103,7 @@ def test_run_trains_logs_and_exports(tmp_path, data, method, dtype):
 
 
 @pytest.mark.parametrize("accumulation", [1, pytest.param(2, marks=pytest.mark.ci)])
+@pytest.mark.ci
 def test_B56_resume_is_bit_exact_in_mid_epoch(tmp_path, data, accumulation):
     """7 examples, 2 or 4 a step: the stop after step 5 lies inside an epoch; a checkpoint is always a whole step."""
     common = {"optimizer__accumulation": accumulation}
@@ -126,6 +127,7 @@ def assert_logged_once(straight: Path, resumed: Path):
     assert set(steps[0]) <= set(steps[1]) and len(set(steps[1])) == len(steps[1])
 
 
+@pytest.mark.ci
 def test_finished_run_says_so_and_fresh_starts_anew(tmp_path, data):
     config = world.config(tmp_path / "run", data, run__steps=4)
     train(config)

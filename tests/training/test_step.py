@@ -52,6 +52,7 @@ def scalar_batch(mask):
     return Batch(jnp.zeros(mask.shape, jnp.int32), mask, features, none, none.astype(bool))
 
 
+@pytest.mark.ci
 def test_B53_one_and_ninety_nine_supervised_tokens_weigh_the_same_under_accumulation():
     mask = np.zeros((2, 100), bool)
     mask[0, 50], mask[1, 1:] = True, True
@@ -108,6 +109,7 @@ def compiled(spec, state, frozen, batch):
 
 
 @pytest.mark.parametrize("method", ["dflash", pytest.param("dspark", marks=pytest.mark.ci)])
+@pytest.mark.ci
 def test_B53_empty_batch_has_loss_zero_changes_nothing_and_is_counted(method):
     spec = make_spec(method)
     state, frozen = make_world(spec)
@@ -203,6 +205,7 @@ def test_no_gradient_reaches_the_target():
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(grads))
 
 
+@pytest.mark.ci
 def test_features_reach_the_drafter_from_both_taps_and_in_order():
     spec = make_spec()
     target = world.target()
