@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ class Engine:
             return self._codec.encode(prompt)
         if prompt and isinstance(prompt[0], Mapping):
             return self._codec.chat([dict(turn) for turn in prompt])  # type: ignore[arg-type]
-        return [int(token) for token in prompt]  # type: ignore[arg-type]
+        return [operator.index(token) for token in prompt]  # type: ignore[arg-type]
 
     def _params(self, sampling: dict[str, Any]) -> SamplingParams:
         known = {field.name for field in dataclasses.fields(SamplingParams)}

@@ -18,13 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.checkpoints.atomic import check_replaceable
 from jaxspec.checkpoints.coverage import ignorable
 from jaxspec.checkpoints.hub import locate
 from jaxspec.checkpoints.store import TensorFolder, match, read_config, write_folder
 from jaxspec.checkpoints.target import Target, float_dtype
 from jaxspec.checkpoints.vocab_map import D2T, T2D, check_vocab_map
 from jaxspec.drafters.base import Shared
-from jaxspec.drafters.registry import drafter_from_hf
+from jaxspec.drafters.registry import ARCHITECTURES, drafter_from_hf
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.layers import flatten, unflatten
 
@@ -204,6 +205,7 @@ def save_drafter(
 
     Raises CheckpointError when the parameters are not exactly the drafter's, or hold NaN or infinity.
     """
+    check_export_folder(directory)
     abstract = flatten(draft.drafter.abstract_params(jnp.float32))
     values = flatten(draft.params)
     match(
@@ -232,6 +234,22 @@ def save_drafter(
     if draft.layout is None and tensors:
         config["dtype"] = str(next(iter(tensors.values())).dtype)
     return write_folder(directory, tensors, config, extra_files, draft.layout.metadata if draft.layout else None)
+
+
+def check_export_folder(directory: str | os.PathLike[str]) -> None:
+    """Whether `save_drafter` may write here: a free place, an empty folder, or a drafter's checkpoint to be replaced.
+
+    Raises CheckpointError for anything else: a target's folder is never overwritten.
+    """
+    directory = Path(directory)
+    check_replaceable(directory)
+    if (directory / "config.json").is_file():
+        names = read_config(directory).get("architectures") or []
+        if not set(names) & set(ARCHITECTURES):
+            raise CheckpointError(
+                f"{directory}: found a checkpoint of {names}, expected a free place or an earlier drafter; choose "
+                "another name"
+            )
 
 
 def _source_folder(layout: Layout | None) -> TensorFolder | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Sequence
 
 from jaxspec.errors import RequestError
@@ -14,7 +15,8 @@ class SamplingParams:
     """Per-request sampling. temperature 0 = greedy; top_k 0, top_p 1 and min_p 0 = off; no seed = a fresh one.
 
     Generation ends at a stop token (kept in the output), at an end-of-sequence id of the target unless `ignore_eos`,
-    after `max_new_tokens`, or at the end of the context.
+    after `max_new_tokens`, or at the end of the context. A temperature below 1e-5 is greedy too: dividing by less
+    overflows float32.
     """
 
     temperature: float = 0.0
@@ -28,10 +30,11 @@ class SamplingParams:
 
     def validate(self, vocab_size: int) -> None:
         """Raises RequestError naming the first field that is out of range."""
-        _expect("temperature", self.temperature, "0 (greedy) or a positive number", 0 <= self.temperature < math.inf)
+        heat = _is_number(self.temperature) and 0 <= self.temperature < math.inf
+        _expect("temperature", self.temperature, "0 (greedy) or a positive number", heat)
         _expect("top_k", self.top_k, "0 (off) or a positive integer", _is_int(self.top_k) and self.top_k >= 0)
-        _expect("top_p", self.top_p, "a number in (0, 1]", 0 < self.top_p <= 1)
-        _expect("min_p", self.min_p, "a number in [0, 1)", 0 <= self.min_p < 1)
+        _expect("top_p", self.top_p, "a number in (0, 1]", _is_number(self.top_p) and 0 < self.top_p <= 1)
+        _expect("min_p", self.min_p, "a number in [0, 1)", _is_number(self.min_p) and 0 <= self.min_p < 1)
         seed_fits = self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**63)
         _expect("seed", self.seed, "an integer from 0 to 2^63 - 1", seed_fits)
         _expect(
@@ -40,7 +43,8 @@ class SamplingParams:
             "0 or more",
             _is_int(self.max_new_tokens) and self.max_new_tokens >= 0,
         )
-        stops_fit = all(_is_int(token) and 0 <= token < vocab_size for token in self.stop_token_ids)
+        listed = isinstance(self.stop_token_ids, (tuple, list))
+        stops_fit = listed and all(_is_int(token) and 0 <= token < vocab_size for token in self.stop_token_ids)
         _expect("stop_token_ids", self.stop_token_ids, f"ids below vocab_size {vocab_size}", stops_fit)
 
 
@@ -53,12 +57,17 @@ def validate_prompt(prompt: Sequence[int], vocab_size: int, max_context: int) ->
     if len(prompt) >= max_context:
         raise RequestError(
             f"prompt: {len(prompt)} tokens, expected fewer than max_context = {max_context}; shorten the prompt or "
-            "raise engine.max_context"
+            "raise max_context (engine.max_context in a config)"
         )
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    """A whole number of Python's or numpy's."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _expect(field: str, found: object, expected: str, fits: bool) -> None:

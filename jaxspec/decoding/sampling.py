@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+GREEDY_BELOW = 1e-5  # logits over a smaller temperature overflow float32
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +32,7 @@ class SlotSampling:
     @property
     def greedy(self) -> Bool[Array, "R"]:
         """Rows that take the argmax."""
-        return jnp.logical_not(self.temperature > 0)
+        return jnp.logical_not(self.temperature >= GREEDY_BELOW)
 
     def draft_probs(self, logits: Float[Array, "R *slots V"]) -> Float[Array, "R *slots V"]:
         """The same processing for a drafter's rows: a q shaped like p is accepted more often."""

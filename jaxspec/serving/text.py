@@ -36,6 +36,8 @@ class TokenizerCodec:
         self._lock = threading.Lock()
 
     def encode(self, text: str) -> list[int]:
+        """Ids of a text; RequestError when it is not Unicode (a lone surrogate)."""
+        _check_unicode(text)
         with self._lock:
             return list(self._tokenizer.encode(text))
 
@@ -43,6 +45,8 @@ class TokenizerCodec:
         """The chat template with the assistant's header at the end; RequestError when there is none or it refuses."""
         from jaxspec.checkpoints.tokenizer import chat_ids
 
+        for turn in messages:
+            _check_unicode(turn.get("content", ""))
         with self._lock:
             try:
                 return chat_ids(self._tokenizer, messages)
@@ -52,6 +56,13 @@ class TokenizerCodec:
     def decode(self, ids: Sequence[int]) -> str:
         with self._lock:
             return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"prompt: found a lone surrogate at {error.start}, expected Unicode text") from None
 
 
 class Detokenizer:

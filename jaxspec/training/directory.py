@@ -35,7 +35,9 @@ def locked(directory: Path) -> Iterator[None]:
     """
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        held = FileLock(directory.with_name(directory.name + ".lock")).acquire(timeout=0)
+        place = directory.with_name(directory.name + ".lock")
+        place.touch()  # the lock library takes a place that cannot be written for one in use
+        held = FileLock(place).acquire(timeout=0)
     except Timeout as error:
         raise ConfigError(
             problem("run.directory", f"{str(directory)!r} in use by another process", "one process a run", "wait")

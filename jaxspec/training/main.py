@@ -12,8 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.checkpoints.atomic import check_replaceable
-from jaxspec.checkpoints.drafter import Draft, load_drafter, save_drafter
+from jaxspec.checkpoints.drafter import Draft, check_export_folder, load_drafter, save_drafter
 from jaxspec.checkpoints.target import Target, load_target
 from jaxspec.checkpoints.tokenizer import load_tokenizer
 from jaxspec.config import TrainConfig, render
@@ -103,7 +102,7 @@ def run(
 
 def _prepare(config: TrainConfig, target: Target | None, reporter: Reporter) -> _Run:
     """Everything that can be wrong with the inputs, before anything is written."""
-    check_replaceable(_export_folder(config))
+    check_export_folder(_export_folder(config))
     target = target or load_target(config.target.source, config.target.dtype)
     if config.drafter.source is None:
         draft = Draft(fresh_drafter(config, target.config), None)

@@ -274,3 +274,19 @@ def test_gguf_is_no_drafter(target: Target, tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
     with pytest.raises(CheckpointError, match=r"found a GGUF file, expected a drafter's folder"):
         load_drafter(tmp_path / "x.gguf", target)
+
+
+def test_export_never_replaces_a_target(tmp_path):
+    """A folder with another model's config.json is somebody's model, however flat it lies."""
+    import shutil
+
+    from jaxspec.checkpoints.drafter import check_export_folder
+
+    golden = Path(__file__).parent.parent / "golden"
+    place = tmp_path / "model"
+    shutil.copytree(golden / "targets" / "q3a", place)
+    with pytest.raises(CheckpointError, match="Qwen3ForCausalLM"):
+        check_export_folder(place)
+    shutil.rmtree(place)
+    shutil.copytree(golden / "02_dflash_fwd_q3a" / "draft", place)
+    check_export_folder(place)  # an earlier drafter may be replaced

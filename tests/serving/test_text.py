@@ -163,3 +163,13 @@ def test_chat_without_or_against_the_template_is_refused():
         TokenizerCodec(bare).chat([{"role": "user", "content": "hi"}])
     with pytest.raises(RequestError, match="roles must alternate"):
         TokenizerCodec(Templated(TemplateError("roles must alternate"))).chat([{"role": "user", "content": "hi"}])
+
+
+def test_a_lone_surrogate_is_a_request_error():
+    from jaxspec.errors import RequestError
+    from jaxspec.serving.text import TokenizerCodec
+
+    codec = TokenizerCodec(object())  # refused before the tokenizer is asked
+    for ask in (lambda: codec.encode("\ud800"), lambda: codec.chat([{"role": "user", "content": "a\udcff"}])):
+        with pytest.raises(RequestError, match="prompt.*surrogate"):
+            ask()
