@@ -87,7 +87,7 @@ def load_drafter(
       CheckpointError: tensors are missing, left over or of the wrong shape (all are named).
       ConfigError: config.json does not describe a known drafter of this target.
     """
-    located = locate(source, cache_dir)
+    located = locate(source, cache_dir, "drafter")
     if located.path.is_file():
         raise CheckpointError(
             f"{located.path}: found a GGUF file, expected a drafter's folder (config.json and *.safetensors)"

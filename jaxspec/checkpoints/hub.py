@@ -40,19 +40,30 @@ def resolve(source: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | 
     return locate(source, cache_dir).path
 
 
-def locate(source: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | None = None) -> Located:
+def locate(
+    source: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | None = None, field: str = "model"
+) -> Located:
     """Find a model, fetching it when it is a hub name.
 
     Args:
       source: a folder, a .gguf file, the alias `smollm2` (write `./smollm2` for a folder of that name) or
         `org/name[@revision]`.
       cache_dir: where converted models are kept; None for ~/.cache/jaxspec.
+      field: the key that named the source; it heads an error.
 
     Raises:
       CheckpointError: it looks like a path and nothing is there.
       HubError: the name is malformed, or the repository or revision is absent, gated, or out of reach and not in the
         cache.
     """
+    try:
+        return _locate(source, cache_dir)
+    except (HubError, CheckpointError) as error:
+        text = str(error).removeprefix("model: ")
+        raise type(error)(f"{field}: {text}") from error
+
+
+def _locate(source: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | None) -> Located:
     text = os.fspath(source)
     if not text.strip():
         raise HubError(f"model: found an empty name, expected {_FORMS}")

@@ -79,7 +79,7 @@ def load_target(
       HubError: a hub name cannot be fetched.
     """
     dtype = float_dtype(dtype, "target.dtype")
-    located = locate(source, cache_dir)
+    located = locate(source, cache_dir, "target")
     directory = converted_gguf(located.path, cache_dir) if located.path.is_file() else located.path
     config = _config(directory)
     folder = TensorFolder(directory)

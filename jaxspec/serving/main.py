@@ -74,7 +74,7 @@ def load(config: ServeConfig, check: Callable[[], None], stages: Stages | None =
 
     source = choose_drafter(config.drafter)
     if source is not None:
-        locate(source)  # a wrong path should not wait for the target
+        locate(source, field="drafter")  # a wrong path should not wait for the target
     from jaxspec.checkpoints.drafter import load_drafter
     from jaxspec.checkpoints.target import load_target
     from jaxspec.decoding.runner import SlotRunner

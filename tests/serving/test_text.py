@@ -171,5 +171,5 @@ def test_a_lone_surrogate_is_a_request_error():
 
     codec = TokenizerCodec(object())  # refused before the tokenizer is asked
     for ask in (lambda: codec.encode("\ud800"), lambda: codec.chat([{"role": "user", "content": "a\udcff"}])):
-        with pytest.raises(RequestError, match="prompt.*surrogate"):
+        with pytest.raises(RequestError, match=r"prompt.*surrogate"):
             ask()
