@@ -63,6 +63,7 @@ def quiet_platform() -> str | None:
     Call it before jax is imported. Nothing happens when JAX_PLATFORMS is set (also to the empty string), when libtpu is
     absent, when a TPU may be there, or when a plugin is installed that this function does not know.
     """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its errors reach us as exceptions; its log would print them again
     if "JAX_PLATFORMS" in os.environ or "JAX_FORCE_TPU_INIT" in os.environ:
         return None
     # TPU_LIBRARY_PATH is no choice of a platform: jax itself sets it, and child processes inherit it.
