@@ -263,6 +263,12 @@ def _check_objective(config: TrainConfig) -> None:
 def check_serve(config: ServeConfig) -> None:
     """Contradictions of a serving config."""
     engine = config.engine
+    if config.drafter is None:
+        for name in ("draft_sampling", "num_proposals"):
+            if getattr(engine, name) is not None:
+                raise contradiction(
+                    f"engine.{name}", "drafter", "nothing is proposed without a drafter", f"leave engine.{name} out"
+                )
     if engine.prefill_chunk > engine.max_context:
         raise contradiction(
             "engine.prefill_chunk",

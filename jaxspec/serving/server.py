@@ -112,7 +112,9 @@ class Server:
             self._port = server.add_insecure_port(wanted)
         except RuntimeError as error:
             action = "another program may be using it; choose another server.port, or 0 for any free one"
-            raise ServerError(problem("server.port", wanted, "an address that can be listened on", action)) from error
+            raise ServerError(
+                problem("server.host and server.port", wanted, "an address that can be listened on", action)
+            ) from error
 
     async def _live(self) -> int:
         """From warm-up to the request to stop (or the failure of start-up)."""

@@ -283,3 +283,35 @@ def test_find_cases_is_sorted_and_finds_nested_ones(tmp_path):
     for name in ("b", "a/deep/one", "a"):
         make_case(tmp_path / name, {"x": FLOATS}, {"x": FLOATS})
     assert [path.relative_to(tmp_path).as_posix() for path in find_cases(tmp_path)] == ["a", "a/deep/one", "b"]
+
+
+def test_a_malformed_case_fails_alone_and_links_are_entered_once(tmp_path):
+    import json
+    import os
+
+    from jaxspec.evaluation.conformance.cases import find_cases
+    from jaxspec.evaluation.conformance.main import FAILED, run_case
+
+    good = {"kind": "1.layer_ids", "checks": {"x": {"mode": "exact"}}}
+    faults = [
+        {"checks": {"x": {"mode": ["exact"]}}},
+        {"checks": {"x": {"mode": "close", "rtol": "a", "atol": 0}}},
+        {"checks": {"x": {"mode": "close", "rtol": float("nan"), "atol": 0}}},
+        {"expected": [1]},
+        {"expected": {"x": 5}},
+        {"target_dir": 5},
+    ]
+    for index, fault in enumerate(faults):
+        folder = tmp_path / "cases" / str(index)
+        folder.mkdir(parents=True)
+        (folder / "case.json").write_text(json.dumps(good | fault))
+        outcome = run_case(folder, tmp_path, None)
+        assert outcome.status == FAILED and outcome.reasons
+    knot = tmp_path / "knot"
+    knot.mkdir()
+    for one in range(12):
+        (knot / str(one)).mkdir()
+    for one in range(12):
+        for other in range(12):
+            os.symlink(knot / str(other), knot / str(one) / f"to{other}")
+    assert len(find_cases(tmp_path)) == len(faults)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -89,22 +90,23 @@ class Case:
 def find_cases(root: Path) -> list[Path]:
     """Every folder below `root` (itself included) that holds a case.json, sorted by path. Links are followed.
 
-    A link back to a folder on the way down is not entered again, so loops end. Raises DataError if `root` is no folder.
+    A folder is entered once, however many links lead to it, so loops end. Raises DataError if `root` is no folder.
     """
     if not root.is_dir():
         raise DataError(problem("conformance folder", str(root), "a folder that exists"))
-    return sorted(_walk(root, frozenset()), key=lambda path: path.relative_to(root).as_posix())
+    return sorted(_walk(root, set()), key=lambda path: path.relative_to(root).as_posix())
 
 
-def _walk(folder: Path, above: frozenset[str]) -> Iterator[Path]:
+def _walk(folder: Path, seen: set[str]) -> Iterator[Path]:
     real = os.path.realpath(folder)
-    if real in above:
+    if real in seen:
         return
+    seen.add(real)
     if (folder / CASE_FILE).is_file():
         yield folder
     for child in sorted(folder.iterdir()):
         if child.is_dir():
-            yield from _walk(child, above | {real})
+            yield from _walk(child, seen)
 
 
 def case_name(folder: Path, root: Path) -> str:
@@ -118,7 +120,7 @@ def read_case(folder: Path, root: Path) -> Case:
     name, path = case_name(folder, root), folder / CASE_FILE
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(problem(f"{name}/{CASE_FILE}", str(error), "a readable JSON file")) from error
     if not isinstance(said, dict):
         raise DataError(problem(f"{name}/{CASE_FILE}", type(said).__name__, "a JSON object"))
@@ -155,6 +157,9 @@ def _check(case: str, tensor: str, entry: Any) -> Check:
     if rows is not None and set(rows) != {"tensor", "above"}:
         raise DataError(problem(f"{field}.rows_where", repr(rows), "the keys tensor and above"))
     numbers: dict[str, Any] = {key: float(entry[key]) for key in MODES[mode]}
+    for key, number in numbers.items():
+        if not 0 <= number < math.inf:
+            raise DataError(problem(f"{field}.{key}", repr(number), "a tolerance of 0 or more"))
     if rows is not None:
         return Check(mode, **numbers, margin=rows["tensor"], above=float(rows["above"]))
     return Check(mode, **numbers)

@@ -109,6 +109,8 @@ def run_case(folder: Path, root: Path, dump: Path | None) -> Outcome:
         case = read_case(folder, root)
     except DataError as error:
         return Outcome(name, "", FAILED, reasons=(str(error),))
+    except Exception as error:  # a case.json of any other shape: this case's failure
+        return Outcome(name, "", FAILED, reasons=(f"case.json: {type(error).__name__}: {error}",))
     if case.kind not in KINDS:
         return Outcome(name, case.kind, FAILED, reasons=(f"kind {case.kind!r} is not known to this version",))
     try:
