@@ -86,9 +86,20 @@ class Watched:
         """The inner drafter's."""
         return self.inner.num_proposals
 
-    def init_state(self, num_pages: int, page_size: int, dtype: Any) -> WatchedState:
+    @property
+    def tree_nodes(self) -> int:
+        """The inner drafter's."""
+        return self.inner.tree_nodes
+
+    @property
+    def tree_acceptance(self) -> str:
+        """The inner drafter's."""
+        return self.inner.tree_acceptance
+
+    def init_state(self, num_pages: int, page_size: int, dtype: Any, num_slots: int = 0) -> WatchedState:
         """Nothing committed yet."""
-        return WatchedState(self.inner.init_state(num_pages, page_size, dtype), jnp.zeros((num_pages, page_size), bool))
+        inner = self.inner.init_state(num_pages, page_size, dtype, num_slots)
+        return WatchedState(inner, jnp.zeros((num_pages, page_size), bool))
 
     def commit(
         self, params: Any, shared: Shared, state: WatchedState, rows: Rows, layout: RaggedLayout
@@ -212,7 +223,9 @@ class DebugProgram(Program):
 
     def _check_layout(self, layout: RaggedLayout) -> None:
         checkify.check(
-            jnp.all(~layout.valid | ((layout.slots >= 0) & (layout.slots < self.max_context))),
+            jnp.all(
+                ~layout.valid | ((layout.slots >= 0) & (layout.slots < self.max_context + self.drafter.tree_nodes))
+            ),
             "verify: rows at slots {slots}, expected all below the limit",
             slots=layout.slots,
         )

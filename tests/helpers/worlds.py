@@ -135,8 +135,10 @@ class ScriptedDrafter:
     taps: tuple[int, ...] = (0,)
     method: str = "scripted"
     needs_teacher: bool = False
+    tree_nodes: int = 0
+    tree_acceptance: str = "rejection"
 
-    def init_state(self, num_pages: int, page_size: int, dtype: Any) -> Any:
+    def init_state(self, num_pages: int, page_size: int, dtype: Any, num_slots: int = 0) -> Any:
         return init_pool(num_pages, page_size, 1, 2, dtype)
 
     def commit(self, params: Any, shared: Any, state: Any, rows: Rows, layout: Any) -> Any:
