@@ -8,13 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxspec.checkpoints.drafter import Draft, load_drafter
+from jaxspec.checkpoints.drafter import Draft
+from jaxspec.checkpoints.drafting import DraftOptions, open_drafter
 from jaxspec.checkpoints.target import Target, load_target
 from jaxspec.checkpoints.tokenizer import load_tokenizer
 from jaxspec.decoding.generate import Completion, generate, stream
 from jaxspec.decoding.request import SamplingParams
 from jaxspec.decoding.runner import SlotRunner
-from jaxspec.errors import RequestError
+from jaxspec.errors import ConfigError, RequestError
 from jaxspec.serving.text import Detokenizer, TokenizerCodec
 
 Messages = Sequence[Mapping[str, str]]
@@ -109,15 +110,23 @@ def load(
 ) -> Engine:
     """Loads a target and, if named, a drafter made for it.
 
-    Each is a folder, a GGUF file (targets) or `org/name[@revision]`; `smollm2` is built in. `dtype` None takes
-    float32 on a CPU and bfloat16 on an accelerator; `runner` goes to SlotRunner. Raises CheckpointError, ConfigError
-    or HubError.
+    Each is a folder, a GGUF file (language models) or `org/name[@revision]`; `smollm2` is built in. A drafter may also
+    be a smaller language model of the same vocabulary, or `ngram`. `dtype` None takes float32 on a CPU and bfloat16 on
+    an accelerator. `runner` holds the fields of DraftOptions (num_proposals, draft_sampling, tree_nodes, ngram_min,
+    ngram_max, survival_confidence) and whatever else goes to SlotRunner. Raises CheckpointError, ConfigError or
+    HubError.
     """
     import jax
 
     dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     loaded = load_target(target, dtype=dtype)
-    draft = None if drafter is None else load_drafter(drafter, loaded, dtype=dtype)
+    keys = {field.name for field in dataclasses.fields(DraftOptions)}
+    options = DraftOptions(**{name: runner.pop(name) for name in list(runner) if name in keys})
+    draft = None
+    if drafter is None and options != DraftOptions():
+        raise ConfigError(f"{options}: found options of a drafter, expected a drafter to go with them")
+    if drafter is not None:
+        draft, runner["num_proposals"] = open_drafter(drafter, loaded, options, dtype)
     tokenizer = load_tokenizer(loaded.directory)
     return Engine(loaded, draft, tokenizer, num_slots=num_slots, max_context=max_context, **runner)
 

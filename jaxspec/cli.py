@@ -24,6 +24,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("jaxspec.commands.serve", "serve a target and its drafter over gRPC"),
     "generate": ("jaxspec.commands.generate", "generate offline, with or without a drafter"),
     "client": ("jaxspec.serving.client", "send prompts to a running server"),
+    "inspect": ("jaxspec.commands.inspect", "what a drafter's folder holds, and what it lacks"),
+    "convert": ("jaxspec.commands.convert", "write a drafter in another public layout"),
     "conformance": ("jaxspec.evaluation.conformance.main", "run the golden cases of a folder"),
     "config": ("jaxspec.commands.config", "check a config and print it resolved"),
     "version": ("jaxspec.commands.version", "the version of jaxspec and of what it runs on"),

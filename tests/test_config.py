@@ -90,7 +90,7 @@ def test_overrides_are_yaml_and_later_ones_win() -> None:
         ("optimizer.learning_rate=-1", ["optimizer.learning_rate", "-1", "> 0"]),
         ("optimizer.learning_rate=.nan", ["optimizer.learning_rate", "nan", "a number"]),
         ("optimizer.b1=1", ["optimizer.b1", "< 1"]),
-        ("drafter.method=eagle", ["drafter.method", "'eagle'", "dflash or dspark"]),
+        ("drafter.method=medusa", ["drafter.method", "'medusa'", "dflash or"]),
         ("drafter.target_layer_ids=[1,a]", ["drafter.target_layer_ids", "a non-empty list of int"]),
         ("drafter.target_layer_ids=[]", ["drafter.target_layer_ids", "non-empty"]),
         ("drafter.target_layer_ids=[3,3]", ["drafter.target_layer_ids", "[3, 3]", "once"]),

@@ -99,9 +99,11 @@ def load_drafter(
         raise ConfigError(f"{located.path / 'config.json'}: {error}") from error
     dtype = target.dtype if dtype is None else float_dtype(dtype, "drafter.dtype")
     folder = TensorFolder(located.path)
-    names = _own_names(folder)
+    names = own_names(folder)
     maps = {name: folder.read(names[name]) for name in (D2T, T2D) if name in names}
     check_vocab_map(raw, maps, target.config.vocab_size, where=str(located.path))
+    if hasattr(drafter, "with_tensors"):  # layouts whose config does not say which optional tensors there are
+        drafter = drafter.with_tensors(names)
     abstract = flatten(drafter.abstract_params(dtype))
     expected = {name: tuple(leaf.shape) for name, leaf in abstract.items()}
     own = {
@@ -130,7 +132,7 @@ def load_drafter(
     return draft
 
 
-def _own_names(folder: TensorFolder) -> dict[str, str]:
+def own_names(folder: TensorFolder) -> dict[str, str]:
     """Our name -> the file's name, in file order, without buffers that carry no weight."""
     names: dict[str, str] = {}
     for stored in folder.names():
@@ -224,7 +226,8 @@ def save_drafter(
             raise CheckpointError(
                 f"{directory}: tensor {name!r}: found NaN or infinity, expected finite weights; nothing was written"
             )
-        file_name, file_dtype = stored.get(name, (name, array.dtype))
+        # public maps are 64-bit; JAX holds them in 32
+        file_name, file_dtype = stored.get(name, (name, np.int64 if array.dtype == np.int32 else array.dtype))
         wide = dtype is None or array.dtype.kind in "biu"
         kept = array.astype(file_dtype if wide else float_dtype(dtype, "dtype"), copy=False)
         if original is not None and kept.dtype.itemsize > array.dtype.itemsize:

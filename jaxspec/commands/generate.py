@@ -17,8 +17,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--target", required=True, metavar="SOURCE", help="folder, GGUF file, org/name[@revision] or smollm2"
     )
     parser.add_argument(
-        "--drafter", metavar="SOURCE", default="none", help="drafter folder or org/name (default: %(default)s)"
+        "--drafter",
+        metavar="SOURCE",
+        default="none",
+        help="drafter folder or org/name, a smaller language model, or ngram (default: %(default)s)",
     )
+    parser.add_argument("--num-proposals", type=int, metavar="M", help="proposals of a round; default: the drafter's")
+    parser.add_argument("--tree-nodes", type=int, metavar="N", help="verify a tree of N nodes (DFlash drafters)")
     parser.add_argument("--file", type=Path, metavar="JSONL", help='one object a line with "prompt"')
     parser.add_argument("--stream", action="store_true", help="print the text as it comes (one prompt)")
     parser.add_argument("--json", action="store_true", help="print one JSON object a prompt")
@@ -52,7 +57,8 @@ def main(args: argparse.Namespace) -> int:
 
     drafter = None if args.drafter.lower() == "none" else args.drafter
     slots = min(args.num_slots, len(prompts))
-    engine = load(args.target, drafter, dtype=args.dtype, num_slots=slots, max_context=args.max_context)
+    asked = {name: getattr(args, name) for name in ("num_proposals", "tree_nodes") if getattr(args, name) is not None}
+    engine = load(args.target, drafter, dtype=args.dtype, num_slots=slots, max_context=args.max_context, **asked)
     if args.stream:
         for piece in engine.stream(prompts[0], **sampling):
             print(piece, end="", flush=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from jaxspec.config import eagle_rules
 from jaxspec.config.schema import contradiction
 from jaxspec.errors import ConfigError
 
@@ -19,13 +20,35 @@ if TYPE_CHECKING:
 # DFlash paper, appendix on training: gamma by block size. DSpark: DeepSpec's training defaults.
 _DFLASH_GAMMA = ((16, 7.0), (10, 5.0), (0, 4.0))
 _DSPARK_GAMMA = 4.0
+_DFLARE_GAMMA_PER_EPOCH = 0.5
+_NO_HEADS = {"markov_rank": 0, "confidence_head": False, "sample_from_anchor": False}
 _DRAFTER_DEFAULTS: dict[str, dict[str, Any]] = {
-    "dflash": {"block_size": 16, "markov_rank": 0, "confidence_head": False, "sample_from_anchor": False},
+    "dflash": {"block_size": 16, **_NO_HEADS},
+    "dflash2": {
+        "block_size": 16,
+        "is_causal": False,
+        "conv_kernel_size": 2,
+        "conv_group_size": 16,
+        "selector_rank": 256,
+        "selector_top_k": 16,
+        **_NO_HEADS,
+    },
+    "dflare": {"block_size": 16, "num_layers": 7, **_NO_HEADS},
     "dspark": {"block_size": 7, "markov_rank": 256, "confidence_head": True, "sample_from_anchor": True},
+    **{method: {**sizes, **_NO_HEADS} for method, sizes in eagle_rules.DRAFTER_DEFAULTS.items()},
 }
 _OBJECTIVE_DEFAULTS: dict[str, dict[str, Any]] = {
     "dflash": {"ce_alpha": 1.0, "l1_alpha": 0.0},
+    "dflash2": {"ce_alpha": 1.0, "l1_alpha": 0.0, "selector_alpha": 1.0},
+    "dflare": {"ce_alpha": 1.0, "l1_alpha": 0.0},
     "dspark": {"ce_alpha": 0.1, "l1_alpha": 0.9},
+    **eagle_rules.OBJECTIVE_DEFAULTS,
+}
+_DFLASH_FAMILY = ("dflash", "dflash2", "dflare")
+# keys that belong to one method: anywhere else only their neutral value (0, false) makes sense
+_ONLY_DFLASH2 = {
+    "drafter": ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
+    "objective": ("selector_alpha", "selector_warmup_ratio", "selector_ramp_ratio", "selector_stop_gradient"),
 }
 
 
@@ -58,16 +81,26 @@ def fill_train(data: Any) -> Any:
     block = drafter.get("block_size")
     if method == "dspark":
         defaults["gamma"] = _DSPARK_GAMMA
-    elif isinstance(block, int):
+    elif method in _DFLASH_FAMILY and isinstance(block, int):
         defaults["gamma"] = next(gamma for least, gamma in _DFLASH_GAMMA if block >= least or least == 0)
     filled["objective"] = {**defaults, **objective}  # an explicit `gamma: null` stays: no decay
+    if method == "dflare":
+        decays = filled["objective"]["gamma"] is not None and objective.get("loss_type") in (None, "weighted_ce")
+        filled["objective"].setdefault("gamma_per_epoch", _DFLARE_GAMMA_PER_EPOCH if decays else 0.0)
+        if isinstance(filled.get("data"), Mapping):
+            filled["data"] = {"anchor_rule": "legacy", **filled["data"]}
     return filled
 
 
 def check_drafter(drafter: DrafterSection) -> None:
     """Keys of the drafter that contradict each other. Raises ConfigError naming both."""
-    if drafter.method == "dflash":
+    if drafter.method in _DFLASH_FAMILY:
         _check_dflash(drafter)
+    _check_only_dflash2(drafter.method, "drafter", drafter)
+    eagle_rules.check_drafter(drafter)
+    if drafter.method in eagle_rules.EAGLE:
+        _check_attention(drafter)
+        return
     if drafter.block_size < 2 and not drafter.sample_from_anchor:
         raise contradiction(
             "drafter.block_size",
@@ -104,7 +137,7 @@ def _check_dflash(drafter: DrafterSection) -> None:
         raise contradiction(
             "drafter.method",
             "drafter.block_size",
-            f"dflash discards the anchor row, so a block of {drafter.block_size} proposes nothing",
+            f"{drafter.method} discards the anchor row, so a block of {drafter.block_size} proposes nothing",
             "set drafter.block_size to at least 2",
         )
     for name in ("markov_rank", "confidence_head", "confidence_head_with_markov", "sample_from_anchor"):
@@ -113,15 +146,42 @@ def _check_dflash(drafter: DrafterSection) -> None:
             raise contradiction(
                 "drafter.method",
                 f"drafter.{name}",
-                f"dflash has none of it but {name} is {str(value).lower()}",
+                f"{drafter.method} has none of it but {name} is {str(value).lower()}",
                 f"set drafter.method=dspark or leave drafter.{name} out",
             )
     if drafter.markov_head_type != "vanilla":
         raise contradiction(
             "drafter.method",
             "drafter.markov_head_type",
-            "dflash has no Markov head",
+            f"{drafter.method} has no Markov head",
             "set drafter.method=dspark or leave drafter.markov_head_type out",
+        )
+
+
+def _check_only_dflash2(method: str, section: str, values: Any) -> None:
+    """Keys of the convolutions, the selector and its loss: nothing elsewhere, sizes of at least 1 in dflash2."""
+    for name in _ONLY_DFLASH2[section]:
+        value = getattr(values, name)
+        if method != "dflash2" and value:
+            raise contradiction(
+                "drafter.method",
+                f"{section}.{name}",
+                f"{method} has neither convolutions nor a selector",
+                f"set drafter.method=dflash2 or leave {section}.{name} out",
+            )
+        if method == "dflash2" and section == "drafter" and value < 1:
+            raise contradiction(
+                "drafter.method",
+                f"drafter.{name}",
+                f"dflash2 needs it but {name} is {value}",
+                f"set drafter.{name} to at least 1, or drafter.method=dflash",
+            )
+    if section == "drafter" and method == "dflash2" and values.conv_kernel_size > values.block_size:
+        raise contradiction(
+            "drafter.conv_kernel_size",
+            "drafter.block_size",
+            f"{values.conv_kernel_size} taps reach out of a block of {values.block_size} rows",
+            "lower drafter.conv_kernel_size",
         )
 
 
@@ -212,16 +272,27 @@ def check_train(config: TrainConfig) -> None:
 def _check_objective(config: TrainConfig) -> None:
     objective, drafter = config.objective, config.drafter
     method = drafter.method
-    if method == "dflash":
+    _check_only_dflash2(method, "objective", objective)
+    eagle_rules.check_objective(method, objective)
+    if method == "dflash2":
+        _check_selector(config)
+    if method in _DFLASH_FAMILY:
         for name, expected in (("ce_alpha", 1.0), ("l1_alpha", 0.0), ("confidence_alpha", 0.0)):
             if getattr(objective, name) != expected:
                 raise contradiction(
                     "drafter.method",
                     f"objective.{name}",
-                    f"dflash has one loss term, so {name} can only be {expected}",
+                    f"{method} has no such term, so {name} can only be {expected}",
                     f"set drafter.method=dspark or leave objective.{name} out",
                 )
-    elif objective.loss_type != "weighted_ce" or objective.lk is not None:
+    elif objective.gamma_per_epoch:
+        raise contradiction(
+            "drafter.method",
+            "objective.gamma_per_epoch",
+            "a decay that grows with the epochs is an option of dflash's loss",
+            "leave objective.gamma_per_epoch out",
+        )
+    elif method == "dspark" and (objective.loss_type != "weighted_ce" or objective.lk is not None):
         name = "objective.lk" if objective.loss_type == "weighted_ce" else "objective.loss_type"
         raise contradiction(
             "drafter.method",
@@ -243,6 +314,14 @@ def _check_objective(config: TrainConfig) -> None:
             "both are 0, so nothing trains the proposals",
             "raise one of them",
         )
+    if objective.gamma_per_epoch and (objective.gamma is None or objective.loss_type != "weighted_ce"):
+        owner = "gamma" if objective.gamma is None else "loss_type"
+        raise contradiction(
+            "objective.gamma_per_epoch",
+            f"objective.{owner}",
+            "there is no decay that could grow",
+            "set objective.gamma with loss_type=weighted_ce, or objective.gamma_per_epoch=0",
+        )
     defaults = type(objective).model_fields
     for name, owner, on in (
         ("dpace_alpha", "loss_type", objective.loss_type != "weighted_ce"),
@@ -260,15 +339,65 @@ def _check_objective(config: TrainConfig) -> None:
             )
 
 
+def _check_selector(config: TrainConfig) -> None:
+    """What selector_alpha = 0 switches off, and what its schedule needs."""
+    objective, run = config.objective, config.run
+    schedule = ("selector_warmup_ratio", "selector_ramp_ratio")
+    if objective.selector_alpha == 0:
+        for name in (*schedule, "selector_stop_gradient"):
+            if getattr(objective, name):
+                raise contradiction(
+                    f"objective.{name}",
+                    "objective.selector_alpha",
+                    "a weight of 0 leaves the selector's loss out",
+                    f"raise objective.selector_alpha or leave {name} out",
+                )
+        if config.optimizer.weight_decay:
+            raise contradiction(
+                "optimizer.weight_decay",
+                "objective.selector_alpha",
+                "a selector that nothing trains would only decay",
+                "set optimizer.weight_decay=0 or raise objective.selector_alpha",
+            )
+    for name in schedule:
+        if getattr(objective, name) and run.steps is None and run.epochs is None:
+            raise contradiction(
+                f"objective.{name}",
+                "run.steps (or run.epochs)",
+                "it is a share of the steps and only run.seconds limits them",
+                f"set run.steps or run.epochs, or objective.{name}=0",
+            )
+
+
 def check_serve(config: ServeConfig) -> None:
     """Contradictions of a serving config."""
     engine = config.engine
-    if config.drafter is None:
-        for name in ("draft_sampling", "num_proposals"):
-            if getattr(engine, name) is not None:
-                raise contradiction(
-                    f"engine.{name}", "drafter", "nothing is proposed without a drafter", f"leave engine.{name} out"
-                )
+    if engine.tree_nodes is not None and engine.num_proposals is not None:
+        raise contradiction(
+            "engine.tree_nodes",
+            "engine.num_proposals",
+            "the size of a tree is its node budget",
+            "leave engine.num_proposals out",
+        )
+    if engine.tree_nodes is not None and engine.acceptance != "ratio":
+        raise contradiction(
+            "engine.tree_nodes",
+            "engine.acceptance",
+            "a tree has its own acceptance rule",
+            "leave engine.acceptance out",
+        )
+    for name in ("num_proposals", "tree_nodes", "ngram_min", "ngram_max", "draft_sampling", "survival_confidence"):
+        if config.drafter is None and getattr(engine, name):
+            raise contradiction(
+                f"engine.{name}", "drafter", "nothing is proposed without a drafter", f"leave engine.{name} out"
+            )
+    if engine.ngram_min is not None and engine.ngram_max is not None and engine.ngram_min > engine.ngram_max:
+        raise contradiction(
+            "engine.ngram_min",
+            "engine.ngram_max",
+            f"no suffix is at least {engine.ngram_min} and at most {engine.ngram_max} long",
+            "raise engine.ngram_max",
+        )
     if engine.prefill_chunk > engine.max_context:
         raise contradiction(
             "engine.prefill_chunk",

@@ -19,10 +19,14 @@ class EngineSection(Section):
     prefill_chunk: int = key(64, "prompt rows of one prefill step", ge=1)
     page_size: int = key(16, "positions of a cache page", ge=1)
     acceptance: Literal["ratio", "block"] = key("ratio", "acceptance of sampled proposals; both are lossless")
-    num_proposals: int | None = key(None, "proposals of a round; null takes the drafter's", ge=1)
+    num_proposals: int | None = key(None, "proposals of a round; null takes the drafter's (ngram: 8, a model: 5)", ge=1)
+    tree_nodes: int | None = key(None, "verify a tree of this many nodes (DDTree over a DFlash drafter)", ge=1, le=1024)
+    ngram_min: int | None = key(None, "shortest suffix that drafter `ngram` looks up; null is 1", ge=1)
+    ngram_max: int | None = key(None, "longest suffix that drafter `ngram` looks up; null is 3", ge=1)
     draft_sampling: Literal["argmax", "sample"] | None = key(
         None, "how a sampled request's proposals are drawn; null takes the drafter's"
     )
+    survival_confidence: bool = key(False, "confidence from the mode's mass, for drafters without a confidence head")
 
 
 class ServerSection(Section):
@@ -39,7 +43,11 @@ class ServeConfig(Section):
 
     version: Literal[1] = key(FORMAT_VERSION, "format version of this file")
     target: TargetSection
-    drafter: str | None = key(None, "drafter folder or org/name; `none` or null decodes plainly", min_length=1)
+    drafter: str | None = key(
+        None,
+        "drafter folder or org/name, a smaller language model, or `ngram`; `none` or null decodes plainly",
+        min_length=1,
+    )
     engine: EngineSection
     server: ServerSection
     compilation_cache: str | None = key(None, "folder of compiled executables, kept between starts", min_length=1)

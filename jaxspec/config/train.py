@@ -22,10 +22,10 @@ class TargetSection(Section):
 class DrafterSection(Section):
     """The drafter that is trained. Keys left out take the method's published values."""
 
-    method: Literal["dflash", "dspark"] = required("drafter method")
+    method: Literal["dflash", "dflash2", "dflare", "dspark", "eagle", "eagle3"] = required("drafter method")
     source: str | None = key(None, "drafter checkpoint whose weights the training starts from", min_length=1)
-    num_layers: int = key(5, "decoder layers of the drafter", ge=1)
-    block_size: int = key(16, "rows of a draft block, anchor row included", shown="dflash 16, dspark 7", ge=1)
+    num_layers: int = key(5, "decoder layers of the drafter", shown="dflare 7, eagle 1, else 5", ge=1)
+    block_size: int = key(16, "rows of a draft block, anchor row included", shown="dspark 7, eagle 1, else 16", ge=1)
     mask_token_id: int | None = key(None, "id that fills the open rows; null takes the target's known spare id", ge=0)
     target_layer_ids: tuple[int, ...] | None = key(
         None,
@@ -44,13 +44,22 @@ class DrafterSection(Section):
     is_causal: bool | None = key(
         None, "block mask: true causal, false bidirectional, null the legacy rule (sliding layers causal)"
     )
-    markov_rank: int = key(0, "rank of the Markov head; 0 has none", shown="dspark 256, dflash 0", ge=0)
+    markov_rank: int = key(0, "rank of the Markov head; 0 has none", shown="dspark 256, else 0", ge=0)
     markov_head_type: Literal["vanilla", "gated", "rnn"] = key("vanilla", "form of the Markov head")
-    confidence_head: bool = key(False, "train a confidence head", shown="dspark true, dflash false")
+    confidence_head: bool = key(False, "train a confidence head", shown="dspark true, else false")
     confidence_head_with_markov: bool = key(
         False, "the confidence head also reads the Markov embedding", shown="true with both heads"
     )
-    sample_from_anchor: bool = key(False, "the anchor row predicts too", shown="dspark true, dflash false")
+    sample_from_anchor: bool = key(False, "the anchor row predicts too", shown="dspark true, else false")
+    conv_kernel_size: int = key(0, "taps of the grouped convolutions", shown="dflash2 2, else 0", ge=0)
+    conv_group_size: int = key(0, "channels that share a dynamic coefficient", shown="dflash2 16, else 0", ge=0)
+    selector_rank: int = key(0, "rank of the candidate selector's codebooks", shown="dflash2 256, else 0", ge=0)
+    selector_top_k: int = key(0, "candidates that the selector chooses from", shown="dflash2 16, else 0", ge=0)
+    draft_vocab_size: int | None = key(
+        None, "eagle3: tokens it can propose, the most frequent supervised ones; null is the whole vocabulary", ge=1
+    )
+    fc_norm: bool = key(False, "eagle3: norm each tapped layer before they are fused")
+    norm_output: bool = key(True, "eagle3: norm the state before the head")
     dtype: Dtype = key("bfloat16", "dtype the drafter computes and is exported in; masters and moments are float32")
 
     @model_validator(mode="before")
@@ -70,6 +79,9 @@ class ObjectiveSection(Section):
     gamma: float | None = key(
         None, "position decay exp(-k/gamma); null is no decay", shown="by method and block size", gt=0
     )
+    gamma_per_epoch: float = key(
+        0.0, "progressive decay: gamma grows by this each epoch", shown="dflare 0.5, else 0.0", ge=0
+    )
     loss_type: Literal["weighted_ce", "dpace", "dpace-cumulative-confidence-only", "dpace-continuation-value-only"] = (
         key("weighted_ce", "weights of DFlash's cross-entropy")
     )
@@ -78,11 +90,21 @@ class ObjectiveSection(Section):
     lk: Literal["alpha", "lambda", "tv"] | None = key(None, "LK loss in place of the cross-entropy")
     kl_scale: float = key(1.0, "lk=lambda: scale of the mixing weight", ge=0)
     kl_decay: float = key(3.0, "lk=lambda: decay of the mixing weight with the mean probability", ge=0)
-    ce_alpha: float = key(1.0, "weight of the cross-entropy", shown="dspark 0.1, dflash 1.0", ge=0)
-    l1_alpha: float = key(0.0, "weight of the L1 distance to the target", shown="dspark 0.9, dflash 0.0", ge=0)
+    ce_alpha: float = key(1.0, "weight of the cross-entropy", shown="dspark and eagle 0.1, else 1.0", ge=0)
+    l1_alpha: float = key(0.0, "weight of the L1 distance to the target", shown="dspark 0.9, else 0.0", ge=0)
     confidence_alpha: float = key(
         0.0, "weight of the confidence loss", shown="1.0 with a confidence head, else 0.0", ge=0
     )
+    selector_alpha: float = key(
+        0.0, "weight of the selector's cross-entropy; 0 freezes it", shown="dflash2 1.0, else 0.0", ge=0
+    )
+    selector_warmup_ratio: float = key(0.0, "share of the steps with selector_alpha at 0", ge=0, le=1)
+    selector_ramp_ratio: float = key(0.0, "share of the steps over which selector_alpha then grows", ge=0, le=1)
+    selector_stop_gradient: bool = key(False, "keep the selector's loss from moving the backbone")
+    feature_alpha: float = key(0.0, "weight of the feature regression", shown="eagle 1.0, else 0.0", ge=0)
+    feature_noise: float = key(0.0, "width of the noise on the input features", shown="eagle 0.2, else 0.0", ge=0)
+    ttt_length: int = key(0, "steps of the training-time test", shown="eagle3 7, else 0", ge=0)
+    step_decay: float = key(0.0, "weight of each step by the one before", shown="eagle3 0.8, else 0.0", ge=0, le=1)
     chunk_blocks: int = key(128, "draft blocks per slice of the vocabulary projection; 0 is one slice", ge=0)
 
 
@@ -94,7 +116,9 @@ class DataSection(Section):
     max_length: int = key(4096, "longest sequence, in tokens; the rest is cut", ge=2)
     min_loss_tokens: int = key(2, "sequences with fewer supervised tokens are left out", ge=1)
     num_anchors: int = key(512, "anchors drawn from a sequence", ge=1)
-    anchor_rule: Literal["adjacent", "legacy"] = key("adjacent", "which positions may be anchors")
+    anchor_rule: Literal["adjacent", "legacy"] = key(
+        "adjacent", "which positions may be anchors", shown="dflare legacy, else adjacent"
+    )
     max_empty_fraction: float = key(
         0.5, "largest share of sequences without a valid anchor before the run stops", ge=0, le=1
     )

@@ -133,7 +133,7 @@ class Program:
         )
         target = jnp.stack(pools) if self.stacked else pools
         draft = self.drafter.init_state(count, self.page_size, dtype, slots)
-        poison = lambda tree: jax.tree.map(lambda x: jnp.full_like(x, fill), tree) if fill != 0 else tree  # noqa: E731
+        poison = lambda tree: jax.tree.map(lambda x: _filled(x, fill), tree) if fill != 0 else tree  # noqa: E731
         return DecodeState(state, poison(target), poison(draft))
 
     # -- the five functions -------------------------------------------------------------------------------------------
@@ -180,7 +180,8 @@ class Program:
     ) -> Acceptance:
         """Who stays, and the last token."""
         positions = state.slots.positions[:, None] + 1 + jnp.arange(logits.shape[1])
-        u = uniforms(keys, positions[:, :-1], Purpose.ACCEPT)
+        # a chain tests its proposals; a tree may draw at every row, its leaves included
+        u = uniforms(keys, positions[:, :-1] if proposal.tree is None else positions, Purpose.ACCEPT)
         u_last = uniforms(keys, positions[:, :1], Purpose.TARGET)[:, 0]
         if proposal.tree is not None:
             mode = self.drafter.tree_acceptance
@@ -238,7 +239,7 @@ class Program:
             counts=jnp.where(slots.live, accepted.accepted + 1, 0),
             verified=jnp.where(slots.live, lengths, 0),
             generations=slots.generations,
-            trace=self._trace(proposal, logits) if self.record else {},
+            trace=self._trace(proposal, logits, accepted) if self.record else {},
         )
         return self.commit(weights, state, proposal, accepted, features, target, layout), output
 
@@ -281,7 +282,15 @@ class Program:
             return jax.vmap(lambda pool: compact(pool, path, layout))(pools)
         return [compact(pool, path, layout) for pool in pools]
 
-    def _trace(self, proposal: Proposal, logits: Float[Array, "R m1 V"]) -> dict[str, Any]:
+    def _trace(self, proposal: Proposal, logits: Float[Array, "R m1 V"], accepted: Acceptance) -> dict[str, Any]:
         best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        tree = {} if proposal.tree is None else {"parents": proposal.tree.parents, "depths": proposal.tree.depths}
+        tree: dict[str, Any] = {} if accepted.path is None else {"path": accepted.path}
+        if proposal.tree is not None:
+            tree |= {name: getattr(proposal.tree, name) for name in ("parents", "depths", "valid")}
         return {"proposal": proposal.tokens, "posterior": best, **tree, **(proposal.trace or {})}
+
+
+def _filled(x: Array, fill: float) -> Array:
+    """`fill` everywhere; in integers, which hold no NaN, an id that no vocabulary has."""
+    integer = jnp.issubdtype(x.dtype, jnp.integer)
+    return jnp.full_like(x, jnp.iinfo(x.dtype).max if integer else fill)

@@ -107,6 +107,16 @@ class SlotRunner:
         max_context = min(max_context, decoder.config.max_position)
         drafter = draft.drafter if draft is not None else NoDrafter(decoder.config.vocab_size)
         decoder.check_taps(drafter.taps)
+        if getattr(drafter, "tree_nodes", 0) and num_proposals is not None:
+            raise ConfigError(
+                f"engine.num_proposals: found {num_proposals}, expected null: the {drafter.method} drafter proposes a "
+                "tree, whose size is its node budget; set engine.tree_nodes"
+            )
+        if getattr(drafter, "tree_nodes", 0) and acceptance != "ratio":
+            raise ConfigError(
+                f"engine.acceptance: found {acceptance!r}, expected 'ratio': the {drafter.method} drafter proposes a "
+                "tree, which has its own acceptance rule"
+            )
         if num_proposals is not None and not 1 <= num_proposals <= drafter.num_proposals:
             raise ConfigError(
                 f"engine.num_proposals: found {num_proposals}, expected 1 to {drafter.num_proposals}, what a block of "

@@ -43,7 +43,7 @@ def accept_tree(
     greedy = _follow(tokens, tree, best)
 
     def sampled(_: None) -> tuple[Array, Array]:
-        p = jax.vmap(sampling.probabilities, in_axes=1, out_axes=1)(logits)
+        p = sampling.probabilities(logits)
         if mode == "match":
             drawn = inverse_cdf(p, u)
             node = _follow(tokens, tree, drawn)

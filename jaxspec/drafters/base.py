@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from jaxspec.errors import ConfigError
 from jaxspec.models.decoder import Tap
 from jaxspec.models.layout import RaggedLayout
 
@@ -111,10 +112,15 @@ class Proposal:
 
 
 def first_proposals(proposal: Proposal, count: int) -> Proposal:
-    """The proposal cut to its first `count` slots (a server may want shorter blocks than the drafter gives)."""
+    """The proposal cut to its first `count` slots (a server may want shorter blocks than the drafter gives).
+
+    Raises ConfigError for a tree: its nodes are no prefix.
+    """
+    if proposal.tree is not None:
+        raise ConfigError("engine.num_proposals: expected null for a tree; its size is the node budget engine.tree_nodes")
     if count >= proposal.tokens.shape[1]:
         return proposal
-    short = jax.tree.map(lambda x: x[:, :count], dataclasses.replace(proposal, tree=None, trace=None))
+    short = jax.tree.map(lambda x: x[:, :count], dataclasses.replace(proposal, trace=None))
     return dataclasses.replace(short, trace=proposal.trace)
 
 
@@ -147,6 +153,11 @@ class DraftSampling(Protocol):
         """Requests that take the argmax."""
         ...
 
+    @property
+    def temperature(self) -> Float[Array, "R"]:
+        """Of the others; a greedy request's means nothing."""
+        ...
+
     def draft_probs(self, logits: Float[Array, "R *slots V"]) -> Float[Array, "R *slots V"]:
         """The distribution that a drafter draws from (one-hot for greedy rows)."""
         ...
@@ -155,7 +166,11 @@ class DraftSampling(Protocol):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Training batch. Anchors are sorted; dropped ones (keep False) carry position 0."""
+    """Training batch. Anchors are sorted; dropped ones (keep False) carry position 0.
+
+    `progress` is the share of the run's optimizer steps that are done, `epochs` how often the data was passed through
+    before: objectives whose weights change over a run read them.
+    """
 
     input_ids: Int[Array, "B S"]
     loss_mask: Bool[Array, "B S"]
@@ -163,6 +178,9 @@ class Batch:
     anchors: Int[Array, "B N"]
     keep: Bool[Array, "B N"]
     teacher_hidden: Float[Array, "B S H"] | None = None
+    progress: Float[Array, ""] | None = None
+    epochs: Int[Array, "B"] | None = None
+    lengths: Int[Array, "B"] | None = None  # rows that are no padding; None where nothing but the loss mask tells
 
 
 class Drafter(Protocol):

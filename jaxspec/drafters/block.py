@@ -54,11 +54,16 @@ class BlockDrafter:
         """Id fed on every row but the anchor's."""
         return self.config.mask_token_id
 
+    def layer_module(self) -> tuple[Any, ly.Params]:
+        """Static graph and abstract parameters of one layer. A descendant may give a class of its own that is called as
+        a DecoderLayer is."""
+        return ly.abstract_module(DecoderLayer, self.config.model)
+
     def abstract_params(self, dtype: Any = jnp.float32) -> ly.Params:
         """Names and shapes of the backbone's tensors, as the public checkpoints have them."""
         model, width = self.config.model, len(self.taps) * self.config.target_hidden_size
         leaf = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
-        _, layer = ly.abstract_module(DecoderLayer, model)
+        _, layer = self.layer_module()
         return {
             "fc": {"weight": leaf(model.hidden_size, width)},
             "hidden_norm": {"weight": leaf(model.hidden_size)},
@@ -106,7 +111,7 @@ class BlockDrafter:
         """Every layer's K (normed, rotated) and V of the context. It does not pass the layer's input norm."""
         model = self.config.model
         cos, sin = rotary(model.rope, model.head_dim, positions)
-        graph, _ = ly.abstract_module(DecoderLayer, model)
+        graph, _ = self.layer_module()
         return [ly.bind(graph, layer).self_attn.keys_values(context, cos, sin) for layer in params["layers"]]
 
     def block_forward(
@@ -116,13 +121,14 @@ class BlockDrafter:
         context: ContextKV,
         anchors: Int[Array, "B N"],
         keep: Array,
-    ) -> Float[Array, "B N block H"]:
-        """Final-normed hidden states of N blocks a sequence over their sequence's context."""
+    ) -> tuple[Float[Array, "B N block H"], list[Any]]:
+        """Final-normed hidden states of N blocks a sequence over their sequence's context, and what each layer returns
+        beside its own."""
         model = self.config.model
         positions = anchors[:, :, None] + jnp.arange(self.config.block_size)
         cos, sin = rotary(model.rope, model.head_dim, positions)
-        graph, _ = ly.abstract_module(DecoderLayer, model)
-        x = inputs
+        graph, _ = self.layer_module()
+        x, notes = inputs, []
         for layer, (keys, values), (window, causal, inner) in zip(
             params["layers"], context, self.config.layer_masks, strict=True
         ):
@@ -130,8 +136,9 @@ class BlockDrafter:
             def attend(q: Array, k: Array, v: Array, keys=keys, values=values, masks=(window, causal, inner)) -> Any:
                 return anchor_attention(q, keys, values, k, v, anchors, keep, *masks), None
 
-            x, _ = ly.bind(graph, layer)(x, cos, sin, attend)
-        return norm(model, params["norm"], x)
+            x, note = ly.bind(graph, layer)(x, cos, sin, attend)
+            notes.append(note)
+        return norm(model, params["norm"], x), notes
 
     # -- serving ------------------------------------------------------------------------------------------------------
 
@@ -144,11 +151,12 @@ class BlockDrafter:
         self, params: ly.Params, shared: Shared, state: tuple[KVPool, ...], slots: Slots
     ) -> Float[Array, "R block H"]:
         """Hidden states of one block a request; context rows t < s come from the pools."""
-        dtype = params["fc"]["weight"].dtype
+        dtype = params["norm"]["weight"].dtype
         context = [gather(pool, slots.page_table, slots.positions) for pool in state]
         context = [(keys.astype(dtype), values.astype(dtype)) for keys, values in context]
         inputs = self.block_inputs(shared, self.block_ids(slots.anchors[:, None]), dtype)
-        return self.block_forward(params, inputs, context, slots.positions[:, None], slots.live[:, None])[:, 0]
+        hidden, _ = self.block_forward(params, inputs, context, slots.positions[:, None], slots.live[:, None])
+        return hidden[:, 0]
 
     def block_inputs(self, shared: Shared, ids: Int[Array, "*rows"], dtype: Any) -> Float[Array, "*rows H"]:
         """Raw embedding rows times input_embedding_scale."""
@@ -157,7 +165,11 @@ class BlockDrafter:
 
     def block_logits(self, shared: Shared, hidden: Float[Array, "*rows H"]) -> Float[Array, "*rows V"]:
         """Float32 logits through the target's head, then multiplier and softcap."""
-        logits = ly.unembed(hidden, shared.head) * self.config.output_multiplier
+        return self.transform_logits(ly.unembed(hidden, shared.head))
+
+    def transform_logits(self, logits: Float[Array, "*rows V"]) -> Float[Array, "*rows V"]:
+        """cap * tanh(multiplier * logits / cap); increasing, so it changes no ranking."""
+        logits = logits * self.config.output_multiplier
         cap = self.config.final_logit_softcapping
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
@@ -170,9 +182,15 @@ class BlockDrafter:
 
     def training_hidden(self, params: ly.Params, shared: Shared, batch: Batch) -> Float[Array, "B N block H"]:
         """Hidden states of every block of the batch."""
+        return self.training_forward(params, shared, batch)[0]
+
+    def training_forward(
+        self, params: ly.Params, shared: Shared, batch: Batch
+    ) -> tuple[Float[Array, "B N block H"], list[Any]]:
+        """`block_forward` of a training batch."""
         context = self.project_context(params, batch.features)
-        positions = jnp.broadcast_to(jnp.arange(context.shape[1]), context.shape[:2])
-        inputs = self.block_inputs(shared, self.noise_ids(batch), context.dtype)
+        positions = jnp.broadcast_to(jnp.arange(batch.features.shape[1]), batch.features.shape[:2])
+        inputs = self.block_inputs(shared, self.noise_ids(batch), params["norm"]["weight"].dtype)
         return self.block_forward(
             params, inputs, self.context_kv(params, context, positions), batch.anchors, batch.keep
         )

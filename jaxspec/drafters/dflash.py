@@ -19,6 +19,7 @@ from jaxspec.drafters import losses
 from jaxspec.drafters.base import Batch, Dense, DraftSampling, Point, Proposal, Shared, Slots, Terms
 from jaxspec.drafters.block import BlockDrafter
 from jaxspec.drafters.block_config import BlockConfig
+from jaxspec.drafters.confidence import survival
 from jaxspec.drafters.draws import Purpose, inverse_cdf, uniforms
 from jaxspec.errors import ConfigError
 from jaxspec.models.config import ModelConfig
@@ -29,15 +30,21 @@ LK = (None, "alpha", "lambda", "tv")
 
 @dataclasses.dataclass(frozen=True)
 class DFlashObjective:
-    """Weighted CE; gamma decays with the position (None: flat), D-PACE replaces the decay, LK adds total variation."""
+    """Weighted CE; gamma decays with the position (None: flat), D-PACE replaces the decay, LK adds total variation.
+
+    `gamma_per_epoch` makes the decay progressive: gamma + gamma_per_epoch x (passes through the data so far).
+    `denominator_eps` is what a recipe adds to the weight sum (AngelSlim 1e-6, SpecForge 0).
+    """
 
     gamma: float | None = 7.0
+    gamma_per_epoch: float = 0.0
     loss_type: str = "weighted_ce"
     dpace_alpha: float = 0.5
     dpace_normalizer: str = "weights"  # or "batch": divide by the number of sequences
     lk: str | None = None
     kl_scale: float = 1.0
     kl_decay: float = 1.0
+    denominator_eps: float = 0.0
     chunk_blocks: int = 128
 
     def __post_init__(self) -> None:
@@ -51,6 +58,10 @@ class DFlashObjective:
             raise ConfigError(f"objective.dpace_normalizer: found {self.dpace_normalizer!r}, expected weights or batch")
         if self.lk not in LK:
             raise ConfigError(f"objective.lk: found {self.lk!r}, expected one of {LK}")
+        if self.gamma_per_epoch and (self.gamma is None or self.loss_type != "weighted_ce"):
+            raise ConfigError(
+                f"objective.gamma_per_epoch: found {self.gamma_per_epoch}, expected 0: there is no decay to change"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +71,7 @@ class DFlash(BlockDrafter):
 
     objective_config: DFlashObjective = DFlashObjective()
     draft_sampling: str = "argmax"
+    survival_confidence: bool = False  # proposals carry the mass of each row's mode as their confidence
     method: str = "dflash"
 
     def __post_init__(self) -> None:
@@ -100,12 +112,13 @@ class DFlash(BlockDrafter):
         logits = self.block_logits(shared, hidden[:, 1:])
         best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         trace = {"draft_hidden": hidden}
+        confidence = survival(logits, sampling) if self.survival_confidence else None
         if self.draft_sampling == "argmax":
-            return Proposal(best, Point(best, logits.shape[-1]), trace=trace)
+            return Proposal(best, Point(best, logits.shape[-1]), confidence, trace=trace)
         probs = sampling.draft_probs(logits)
         positions = slots.positions[:, None] + 1 + jnp.arange(self.num_proposals)
         drawn = inverse_cdf(probs, uniforms(keys, positions, Purpose.DRAFT))
-        return Proposal(jnp.where(sampling.greedy[:, None], best, drawn), Dense(probs), trace=trace)
+        return Proposal(jnp.where(sampling.greedy[:, None], best, drawn), Dense(probs), confidence, trace=trace)
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -130,9 +143,16 @@ class DFlash(BlockDrafter):
             "correct": (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32),
         }
 
-    def weights(self, nll: Float[Array, "B N b"], mask: Float[Array, "B N b"]) -> Float[Array, "B N b"]:
+    def weights(
+        self, nll: Float[Array, "B N b"], mask: Float[Array, "B N b"], epochs: Int[Array, "B"] | None = None
+    ) -> Float[Array, "B N b"]:
         """Position weights of rows 1 …, before the mask: D-PACE, or exp(-(j - 1) / gamma)."""
         objective = self.objective_config
+        if objective.gamma_per_epoch:
+            if epochs is None:
+                raise ConfigError("batch.epochs: missing, expected each sequence's epoch (objective.gamma_per_epoch)")
+            gamma = (objective.gamma or 0.0) + objective.gamma_per_epoch * epochs[:, None, None]
+            return jnp.broadcast_to(jnp.exp(-jnp.arange(nll.shape[-1]) / gamma), nll.shape)
         if objective.loss_type == "weighted_ce":
             return jnp.broadcast_to(losses.position_decay(nll.shape[-1], objective.gamma), nll.shape)
         return losses.dpace_weights(nll, mask, objective.dpace_alpha, objective.loss_type)
@@ -143,8 +163,17 @@ class DFlash(BlockDrafter):
         hidden = self.training_hidden(params, shared, batch)[:, :, 1:]
         chunk = self.objective_config.chunk_blocks
         tokens = losses.in_chunks(lambda h, y: self.token_terms(shared, h, y), chunk, hidden, labels)
-        nll, correct = tokens["nll"], tokens["correct"]
-        weights = mask * self.weights(nll, mask)
+        weights = mask * self.weights(tokens["nll"], mask, batch.epochs)
+        return self.terms(tokens["nll"], tokens["correct"], mask, weights)
+
+    def terms(
+        self,
+        nll: Float[Array, "B N b"],
+        correct: Float[Array, "B N b"],
+        mask: Float[Array, "B N b"],
+        weights: Float[Array, "B N b"],
+    ) -> Terms:
+        """The sums of rows 1 …: `mask` says what is supervised, `weights` is mask times position weight."""
         by_batch = (
             self.objective_config.loss_type != "weighted_ce" and self.objective_config.dpace_normalizer == "batch"
         )
@@ -163,7 +192,7 @@ class DFlash(BlockDrafter):
     def objective(self, terms: Terms) -> Float[Array, ""]:
         """CE, or its LK mixture with the total variation 1 - p(label)."""
         objective = self.objective_config
-        ce, tv = losses.ratio(*terms["ce"]), losses.ratio(*terms["tv"])
+        ce, tv = (losses.ratio(*terms[name], objective.denominator_eps) for name in ("ce", "tv"))
         if objective.lk in (None, "alpha"):
             return ce
         if objective.lk == "tv":

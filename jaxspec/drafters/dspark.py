@@ -119,7 +119,8 @@ class DSpark(BlockDrafter):
         if self.layout == SPECFORGE:
             return self.config.to_hf(SPECFORGE, {"projector_type": "dspark", "attention_mode": "gqa", **heads})
         flat = self.config.to_hf(DEEPSPEC, heads)
-        return {**flat, **flat.pop("dflash_config")}
+        nested = flat.pop("dflash_config")
+        return {**flat, **nested}
 
     @property
     def own_embeddings(self) -> bool:

@@ -53,6 +53,12 @@ def binary_cross_entropy(logits: Float[Array, "*t"], targets: Float[Array, "*t"]
     return jnp.maximum(logits, 0) - logits * targets + jnp.log1p(jnp.exp(-jnp.abs(logits)))
 
 
+def smooth_l1(error: Float[Array, "*t"]) -> Float[Array, "*t"]:
+    """Half the square up to 1, linear beyond (Huber, beta 1)."""
+    size = jnp.abs(error)
+    return jnp.where(size < 1, 0.5 * error * error, size - 0.5)
+
+
 def weighted_sum(values: Float[Array, "*t"], weights: Float[Array, "*t"]) -> Float[Array, ""]:
     """Sum of weights * values; a zero weight drops its value even if it is not finite."""
     return jnp.sum(jnp.where(weights > 0, values * weights, 0.0))

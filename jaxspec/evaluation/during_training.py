@@ -18,6 +18,7 @@ from jaxspec.decoding.runner import SlotRunner
 from jaxspec.drafters.base import Drafter, Shared
 from jaxspec.errors import DataError
 from jaxspec.evaluation.tau import measure_tau
+from jaxspec.models import layers as ly
 
 SLOTS = 8
 PAGE = 16
@@ -51,7 +52,7 @@ def hook(config: TrainConfig) -> Callable[[Target, Drafter, Shared], Callable[[A
 
         def measure(params: Any) -> dict[str, float]:
             nonlocal runner
-            params = jax.tree.map(lambda x: x.astype(dtype), params)
+            params = ly.cast(params, dtype)
             if runner is None:
                 draft = _Draft(drafter, params, shared.embedding, shared.head)
                 slots = min(SLOTS, len(ids))

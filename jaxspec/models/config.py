@@ -80,6 +80,23 @@ class RopeConfig:
             truncate=bool(scaling.get("truncate", True)),
         )
 
+    def to_hf(self) -> dict[str, Any]:
+        """`rope_parameters`, `rope_theta` and `rope_scaling`: both key layouts at once."""
+        used = {
+            "linear": ("factor",),
+            "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+            "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+        }
+        numbers = {name: getattr(self, name) for name in used.get(self.kind, ())}
+        if numbers:
+            numbers["original_max_position_embeddings"] = self.original_max_position
+        scaling = {"rope_type": self.kind} | {name: value for name, value in numbers.items() if value is not None}
+        return {
+            "rope_parameters": {**scaling, "rope_theta": self.theta},
+            "rope_scaling": scaling if numbers else None,
+            "rope_theta": self.theta,
+        }
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
@@ -155,6 +172,34 @@ class ModelConfig:
             bos_token_id=_first("bos_token_id", config),
             pad_token_id=_first("pad_token_id", config),
         )
+
+    def to_hf(self) -> dict[str, Any]:
+        """config.json keys of a model without sliding layers; `from_hf` reads them back to the same."""
+        return {
+            "attention_bias": self.qkv_bias,
+            "attention_dropout": 0.0,
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": list(self.eos_token_ids)
+            if len(self.eos_token_ids) > 1
+            else next(iter(self.eos_token_ids), None),
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "hidden_size": self.hidden_size,
+            "initializer_range": 0.02,
+            "intermediate_size": self.intermediate_size,
+            "max_position_embeddings": self.max_position,
+            "mlp_bias": self.mlp_bias,
+            "model_type": self.family,
+            "num_attention_heads": self.num_heads,
+            "num_hidden_layers": self.num_layers,
+            "num_key_value_heads": self.num_kv_heads,
+            "pad_token_id": self.pad_token_id,
+            "rms_norm_eps": self.rms_norm_eps,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "use_cache": True,
+            "vocab_size": self.vocab_size,
+            **self.rope.to_hf(),
+        }
 
 
 def layer_windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:

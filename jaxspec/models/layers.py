@@ -163,3 +163,23 @@ def _replace(tree: Params, path: tuple[str, ...], change: Callable[[Any], Any]) 
     if not path:
         return change(tree)
     return {**tree, path[0]: _replace(tree[path[0]], path[1:], change)}
+
+
+def cast(params: Any, dtype: Any) -> Any:
+    """Floating leaves in `dtype`; integers and flags, a drafter's vocabulary maps say, stay what they are."""
+    return jax.tree.map(lambda leaf: leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, params)
+
+
+def split_trainable(params: Any) -> tuple[Any, Any]:
+    """(what a gradient can move, the rest): two trees of the same shape with None where the other has the leaf.
+
+    Integers and flags, a drafter's vocabulary maps say, are part of a checkpoint and never trained.
+    """
+    moving = jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else None, params)
+    fixed = jax.tree.map(lambda x: None if jnp.issubdtype(x.dtype, jnp.floating) else x, params)
+    return moving, fixed
+
+
+def join_trainable(moving: Any, fixed: Any) -> Any:
+    """Inverse of `split_trainable`."""
+    return jax.tree.map(lambda x, y: y if x is None else x, moving, fixed, is_leaf=lambda x: x is None)

@@ -70,12 +70,11 @@ def load(config: ServeConfig, check: Callable[[], None], stages: Stages | None =
 
     `check` is called between the stages and may raise to leave.
     """
-    from jaxspec.checkpoints.hub import locate
+    from jaxspec.checkpoints.drafting import DraftOptions, check_source, open_drafter
 
     source = choose_drafter(config.drafter)
     if source is not None:
-        locate(source, field="drafter")  # a wrong path should not wait for the target
-    from jaxspec.checkpoints.drafter import load_drafter
+        check_source(source)  # a wrong path should not wait for the target
     from jaxspec.checkpoints.target import load_target
     from jaxspec.decoding.runner import SlotRunner
 
@@ -85,12 +84,13 @@ def load(config: ServeConfig, check: Callable[[], None], stages: Stages | None =
             target = load_target(config.target.source, dtype=config.target.dtype)
             codec = _codec(target.directory)
         check()
-        draft = None
+        draft, engine = None, config.engine
+        num_proposals = engine.num_proposals
         if source is not None:
+            options = DraftOptions(**{key.name: getattr(engine, key.name) for key in dataclasses.fields(DraftOptions)})
             with progress.stage("loading the drafter"):
-                draft = _with_sampling(load_drafter(source, target), config.engine.draft_sampling)
+                draft, num_proposals = open_drafter(source, target, options)
             check()
-        engine = config.engine
         runner = SlotRunner(
             target,
             draft,
@@ -99,7 +99,7 @@ def load(config: ServeConfig, check: Callable[[], None], stages: Stages | None =
             prefill_chunk=engine.prefill_chunk,
             page_size=engine.page_size,
             acceptance=engine.acceptance,
-            num_proposals=engine.num_proposals,
+            num_proposals=num_proposals,
         )
 
         def compiled(name: str, seconds: float) -> None:
@@ -137,15 +137,6 @@ def _codec(directory: Path | None) -> TokenizerCodec | None:
         say("the target has no tokenizer.json: serving token ids only")
         return None
     return TokenizerCodec(load_tokenizer(directory))
-
-
-def _with_sampling(draft: Any, draft_sampling: str | None) -> Any:
-    if draft_sampling is None:
-        return draft
-    if "draft_sampling" not in {field.name for field in dataclasses.fields(draft.drafter)}:
-        expected = f"null: a {draft.drafter.method} drafter has one way to draw"
-        raise ConfigError(problem("engine.draft_sampling", draft_sampling, expected))
-    return dataclasses.replace(draft, drafter=dataclasses.replace(draft.drafter, draft_sampling=draft_sampling))
 
 
 def _use_compilation_cache(folder: str | None) -> None:

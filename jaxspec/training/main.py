@@ -22,7 +22,7 @@ from jaxspec.models.layers import stack_layers
 from jaxspec.training import directory as run_directory
 from jaxspec.training import fingerprint as fp
 from jaxspec.training import optimizer as opt
-from jaxspec.training.build import check_method, fresh_drafter, initial_params, with_objective
+from jaxspec.training.build import fresh_drafter, initial_params, warm_start, with_objective
 from jaxspec.training.checkpoint import Checkpoints
 from jaxspec.training.data import Examples, load_examples
 from jaxspec.training.loop import Loop, Outcome
@@ -108,7 +108,7 @@ def _prepare(config: TrainConfig, target: Target | None, reporter: Reporter) -> 
         draft = Draft(fresh_drafter(config, target.config), None)
     else:
         draft = load_drafter(config.drafter.source, target, "float32")
-        check_method(config, draft.drafter)
+        draft = warm_start(config, draft)
         draft = dataclasses.replace(draft, drafter=with_objective(draft.drafter, config.objective))
         reporter.say(f"drafter: weights and architecture from {draft.source}, training from its parameters")
     target.model.check_taps(draft.drafter.taps)
@@ -134,6 +134,7 @@ def _prepare(config: TrainConfig, target: Target | None, reporter: Reporter) -> 
         num_anchors=data.num_anchors,
         anchor_rule=data.anchor_rule,
         block_size=draft.drafter.config.block_size,
+        total_steps=total,
         dtype=jnp.dtype(config.drafter.dtype),
     )
     identity = f"{target.name} {target.revision}"
@@ -167,7 +168,7 @@ def _train(
     if step is not None:
         before = _resumable(checkpoints.meta(step), run, place)
         batches.set_state(before["input"])
-    params = run.draft.params if run.draft.params is not None else initial_params(run.draft.drafter, key, jnp.float32)
+    params = run.draft.params if run.draft.params is not None else initial_params(run.draft.drafter, key, jnp.float32, run.examples)
     state = jax.device_put(create(params, run.spec.optimizer, key), placement.replicated)
     if step is not None:
         state = checkpoints.restore(step, abstract(state), placement.replicated)

@@ -11,6 +11,8 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxspec.models.layers import split_trainable
+
 __all__ = ["Placement", "TrainState", "abstract", "create"]
 
 
@@ -58,11 +60,16 @@ class Placement:
 
 
 def create(params: Any, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
-    """State before the first step. Masters are float32 whatever dtype `params` have, and always copies: the step
-    donates them, and the caller's arrays must outlive that."""
-    masters = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32, copy=True), params)
+    """State before the first step. Masters are float32 whatever dtype `params` have (integers and flags stay as they
+    are and have no moments), and always copies: the step donates them, and the caller's arrays must outlive that."""
+
+    def master(leaf: Any) -> jax.Array:
+        floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+        return jnp.array(leaf, jnp.float32 if floating else leaf.dtype, copy=True)
+
+    masters = jax.tree.map(master, params)
     step, skipped, nonfinite = (jnp.zeros((), jnp.int32) for _ in range(3))  # one buffer each: all are donated
-    return TrainState(masters, optimizer.init(masters), step, skipped, nonfinite, key)
+    return TrainState(masters, optimizer.init(split_trainable(masters)[0]), step, skipped, nonfinite, key)
 
 
 def abstract(state: Any, sharding: Any = None) -> Any:

@@ -24,6 +24,7 @@ import optax
 
 from jaxspec.drafters.base import Batch, Drafter, Shared, Terms
 from jaxspec.models.decoder import Decoder
+from jaxspec.models.layers import cast, join_trainable, split_trainable
 from jaxspec.training import optimizer as opt
 from jaxspec.training.anchors import AnchorRule, anchor_uniforms, sample_anchors
 from jaxspec.training.features import capture
@@ -55,6 +56,7 @@ class StepSpec:
     num_anchors: int
     anchor_rule: AnchorRule = "adjacent"
     block_size: int = 1
+    total_steps: int | None = None  # of the run, for objectives that change over it
     dtype: Any = jnp.float32  # the drafter's compute dtype; masters stay float32
 
 
@@ -64,27 +66,24 @@ def split_terms(terms: Terms) -> tuple[Terms, Terms]:
     return {name: pair for name, pair in terms.items() if name not in metrics}, metrics
 
 
-def _cast(params: Any, dtype: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-
-
 def gradients(
     drafter: Drafter, masters: Any, shared: Shared, batches: Batch, keys: jax.Array, dtype: Any = jnp.float32
 ) -> tuple[jax.Array, Terms, Any]:
     """Loss, terms and gradient of the whole batch.
 
     Args:
-      masters: float32 parameters.
+      masters: float32 parameters, and the integers and flags among them, which have no gradient.
       batches: a Batch whose arrays have a leading axis A of micro-batches.
       keys: typed keys [A].
       dtype: what the masters are cast to inside the loss.
 
     Returns:
-      loss scalar, terms summed over the micro-batches, float32 gradients.
+      loss scalar, terms summed over the micro-batches, float32 gradients (None where there is none).
     """
+    masters, fixed = split_trainable(masters)
 
-    def terms_of(params: Any, batch: Batch, key: jax.Array) -> tuple[Terms, Terms]:
-        terms = drafter.loss(_cast(params, dtype), shared, batch, key)
+    def terms_of(moving: Any, batch: Batch, key: jax.Array) -> tuple[Terms, Terms]:
+        terms = drafter.loss(cast(join_trainable(moving, fixed), dtype), shared, batch, key)
         return split_terms(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), terms))
 
     def objective(terms: Terms, metrics: Terms) -> jax.Array:
@@ -118,13 +117,22 @@ def gradients(
     return loss, {**terms, **metrics}, grads
 
 
-def _prepare(spec: StepSpec, frozen: Frozen, key: jax.Array, batch: dict[str, jax.Array]) -> Batch:
+def _prepare(spec: StepSpec, frozen: Frozen, key: jax.Array, step: jax.Array, batch: dict[str, jax.Array]) -> Batch:
     """Anchors and features of one micro-batch: arrays [B, ...]."""
     ids, mask = batch["input_ids"], batch["loss_mask"]
     uniforms = anchor_uniforms(jax.random.fold_in(key, _ANCHORS), batch["example_ids"], batch["epochs"], ids.shape[1])
     anchors, keep = sample_anchors(uniforms, mask, spec.num_anchors, spec.anchor_rule, spec.block_size)
     features, teacher = capture(spec.model, spec.drafter, frozen.target, ids, spec.dtype)
-    return Batch(input_ids=ids, loss_mask=mask, features=features, anchors=anchors, keep=keep, teacher_hidden=teacher)
+    return Batch(
+        input_ids=ids,
+        loss_mask=mask,
+        features=features,
+        anchors=anchors,
+        keep=keep,
+        teacher_hidden=teacher,
+        progress=None if spec.total_steps is None else step.astype(jnp.float32) / spec.total_steps,
+        epochs=batch["epochs"],
+    )
 
 
 def _each(function: Callable[[Any], Any], batch: Any) -> Any:
@@ -143,7 +151,7 @@ def train_step(
     one whose gradient is not finite. Both are counted in the state. The step counter always moves: data and schedule
     go on.
     """
-    batches = _each(lambda micro: _prepare(spec, frozen, state.key, micro), batch)
+    batches = _each(lambda micro: _prepare(spec, frozen, state.key, state.step, micro), batch)
     steps_key = jax.random.fold_in(jax.random.fold_in(state.key, _LOSS), state.step)
     keys = jax.random.split(steps_key, batch["input_ids"].shape[0])
     loss, terms, grads = gradients(spec.drafter, state.params, frozen.shared, batches, keys, spec.dtype)
@@ -155,12 +163,11 @@ def train_step(
     use = supervised & finite
     grads = jax.tree.map(lambda grad: jnp.where(use, grad, 0.0), grads)  # a product would keep NaN
     rate = spec.learning_rate(state.step)
-    updated = opt.apply(spec.optimizer, grads, state.opt_state, state.params, rate)
-    params, opt_state = jax.tree.map(
-        lambda new, old: jnp.where(use, new, old), updated, (state.params, state.opt_state)
-    )
+    masters, fixed = split_trainable(state.params)
+    updated = opt.apply(spec.optimizer, grads, state.opt_state, masters, rate)
+    masters, opt_state = jax.tree.map(lambda new, old: jnp.where(use, new, old), updated, (masters, state.opt_state))
     state = TrainState(
-        params=params,
+        params=join_trainable(masters, fixed),
         opt_state=opt_state,
         step=state.step + 1,
         skipped=state.skipped + (~supervised).astype(jnp.int32),

@@ -15,15 +15,16 @@ PLAIN = (None, "dflash", "weighted_ce")  # what the references call the loss wit
 
 def specforge(case: Case) -> Tensors:
     """The objective that divides a D-PACE loss by the batch size."""
-    return _tensors(train_step(case, batch_of(case, "hidden_states"), **_objective(case, "batch")))
+    return _tensors(train_step(case, batch_of(case, "hidden_states"), **objective_settings(case, "batch")))
 
 
 def specforge_newer(case: Case) -> Tensors:
     """The objective that divides by the weight sum and knows the LK mixtures."""
-    return _tensors(train_step(case, batch_of(case, "hidden_states"), **_objective(case, "weights")))
+    return _tensors(train_step(case, batch_of(case, "hidden_states"), **objective_settings(case, "weights")))
 
 
-def _objective(case: Case, normalizer: str) -> dict[str, Any]:
+def objective_settings(case: Case, normalizer: str) -> dict[str, Any]:
+    """Fields of DFlash's objective as a case names them."""
     config = case.config
     loss_type = config.get("loss_type")
     settings = {

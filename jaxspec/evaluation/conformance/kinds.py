@@ -7,10 +7,16 @@ from collections.abc import Callable
 from jaxspec.evaluation.conformance import (
     acceptance,
     anchors,
+    ddtree,
+    dflash2,
+    dflash2_modules,
     dflash_forward,
     dflash_training,
     dspark_sampling,
     dspark_training,
+    eagle_inference,
+    eagle_training,
+    eagle_trees,
     generation,
     target,
 )
@@ -23,10 +29,16 @@ KINDS: dict[str, Runner] = {
     **anchors.KINDS,
     **dflash_forward.KINDS,
     **dflash_training.KINDS,
+    **dflash2.KINDS,
+    **dflash2_modules.KINDS,
     **dspark_training.KINDS,
     **dspark_sampling.KINDS,
     **generation.KINDS,
     **acceptance.KINDS,
+    **eagle_training.KINDS,
+    **eagle_inference.KINDS,
+    **eagle_trees.KINDS,
+    **ddtree.KINDS,
 }
 
 

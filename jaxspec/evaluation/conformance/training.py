@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from jaxspec.drafters.base import Batch, Shared, Terms
 from jaxspec.evaluation.conformance.cases import Case, Tensors
 from jaxspec.evaluation.conformance.material import draft_of, shared_of
-from jaxspec.models.layers import flatten
+from jaxspec.models.layers import flatten, join_trainable, split_trainable
 
 More = Callable[[Any, Any, Shared, dict[str, Array]], dict[str, Array]]
 
@@ -43,14 +43,18 @@ def batch_of(case: Case, features: str, teacher: str = "target_last_hidden_state
     )
 
 
-def train_step(case: Case, batch: Batch, more: More | None = None, **objective: Any) -> Step:
+def train_step(
+    case: Case, batch: Batch, more: More | None = None, shared: Shared | None = None, **objective: Any
+) -> Step:
     """Loss, gradients and trace of one batch. `objective` replaces fields of the drafter's objective config, `more`
-    adds what else is to be computed from (drafter, params, shared, trace) in the same program."""
-    draft, shared = draft_of(case), shared_of(case)
+    adds what else is to be computed from (drafter, params, shared, trace) in the same program, `shared` stands in for
+    the pair's own tables."""
+    draft, shared = draft_of(case), shared_of(case) if shared is None else shared
     config = dataclasses.replace(draft.drafter.objective_config, **objective)
     drafter = dataclasses.replace(draft.drafter, objective_config=config)
 
-    def scalar(params: Any) -> tuple[Array, Terms]:
+    def scalar(moving: Any, fixed: Any) -> tuple[Array, Terms]:
+        params = join_trainable(moving, fixed)
         terms = drafter.loss(params, shared, batch, jax.random.key(0))
         return drafter.objective(terms), terms
 
@@ -58,10 +62,11 @@ def train_step(case: Case, batch: Batch, more: More | None = None, **objective: 
     def step(params: Any) -> tuple[Any, ...]:
         trace = drafter.trace(params, shared, batch)
         extra = more(drafter, params, shared, trace) if more is not None else {}
-        return jax.value_and_grad(scalar, has_aux=True)(params), trace | extra
+        return jax.value_and_grad(scalar, has_aux=True)(*split_trainable(params)), trace | extra
 
     ((loss, terms), gradients), trace = step(draft.params)
-    return Step(drafter, terms, loss, flatten(gradients), trace)
+    found = {name: value for name, value in flatten(gradients).items() if value is not None}
+    return Step(drafter, terms, loss, found, trace)
 
 
 def gradients(step: Step) -> Tensors:
