@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 def check_source(source: str | os.PathLike[str]) -> None:
     """Raises what `open_drafter` would raise for a name or path that leads nowhere; loads nothing."""
     if not _is_method(os.fspath(source)):
-        locate(source)
+        locate(source, field="drafter")
 
 
 def open_drafter(
