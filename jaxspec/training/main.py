@@ -168,7 +168,11 @@ def _train(
     if step is not None:
         before = _resumable(checkpoints.meta(step), run, place)
         batches.set_state(before["input"])
-    params = run.draft.params if run.draft.params is not None else initial_params(run.draft.drafter, key, jnp.float32, run.examples)
+    params = (
+        run.draft.params
+        if run.draft.params is not None
+        else initial_params(run.draft.drafter, key, jnp.float32, run.examples)
+    )
     state = jax.device_put(create(params, run.spec.optimizer, key), placement.replicated)
     if step is not None:
         state = checkpoints.restore(step, abstract(state), placement.replicated)

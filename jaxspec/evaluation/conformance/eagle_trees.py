@@ -119,8 +119,8 @@ def _siblings(children: list[list[int]]) -> list[int]:
 def _planted(posterior: np.ndarray, tokens: np.ndarray, children: list[list[int]], picks: np.ndarray) -> None:
     """Input preparation of the case: the target's choices follow a path that the picks describe, in place.
 
-    A pick chooses a child by its share of [0, 1); a small one ends the path. The cases say no more than that: those that
-    were handed out end it at 0.083 and go on at 0.217.
+    A pick chooses a child by its share of [0, 1); a small one ends the path. The cases say no more than that: those
+    that were handed out end it at 0.083 and go on at 0.217.
     """
     row = 0
     for pick in picks:
