@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.faults import conformance, drafters, project, serving, training
+from tests.faults import conformance, ddtree, dflash2, drafters, eagle, project, serving, training
 from tests.helpers.mutation import Mutant, main
 
 MUTANTS: list[Mutant] = [
@@ -26,6 +26,9 @@ MUTANTS: list[Mutant] = [
     *conformance.CONFORMANCE,
     *training.TRAINING,
     *serving.SERVING,
+    *ddtree.DDTREE,
+    *dflash2.DFLASH2,
+    *eagle.EAGLE,
 ]
 
 if __name__ == "__main__":

@@ -117,9 +117,7 @@ def first_proposals(proposal: Proposal, count: int) -> Proposal:
     Raises ConfigError for a tree: its nodes are no prefix.
     """
     if proposal.tree is not None:
-        raise ConfigError(
-            "engine.num_proposals: expected null for a tree; its size is the node budget engine.tree_nodes"
-        )
+        raise ConfigError("engine.num_proposals: expected null for a tree; its size is its budget engine.tree_nodes")
     if count >= proposal.tokens.shape[1]:
         return proposal
     short = jax.tree.map(lambda x: x[:, :count], dataclasses.replace(proposal, trace=None))

@@ -73,8 +73,8 @@ TRAINING = [
     Mutant(
         "empty-step-moves-the-moments",
         "jaxspec/training/step.py",
-        "jnp.where(use, new, old), updated, (state.params, state.opt_state)",
-        "jnp.where(True, new, old), updated, (state.params, state.opt_state)",
+        "jnp.where(use, new, old), updated, (masters, state.opt_state)",
+        "jnp.where(True, new, old), updated, (masters, state.opt_state)",
         (_TRAINING_STEP + "test_B53_empty_batch_has_loss_zero_changes_nothing_and_is_counted",),
         "B53: AdamW would move parameters on a zero gradient",
     ),

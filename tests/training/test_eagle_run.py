@@ -123,7 +123,7 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(tmp_path: Path) -> None:
         ("eagle", {"drafter__target_layer_ids": [0]}, "drafter.method and drafter.target_layer_ids"),
         ("eagle", {"objective__lk": "tv"}, "drafter.method and objective.lk"),
         ("eagle", {"objective__step_decay": 0.5}, "drafter.method and objective.step_decay"),
-        ("eagle", {"objective__ce_alpha": 0.0, "objective__feature_alpha": 0.0}, "ce_alpha and objective.feature_alpha"),
+        ("eagle", {"objective__ce_alpha": 0.0, "objective__feature_alpha": 0.0}, "ce_alpha and objective"),
     ],
 )  # fmt: skip
 def test_contradictory_keys_are_refused(method: str, change: dict[str, Any], message: str, tmp_path: Path) -> None:

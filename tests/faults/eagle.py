@@ -1,0 +1,147 @@
+"""Faults of the EAGLE family and of trees."""
+
+from __future__ import annotations
+
+from tests.helpers.mutation import Mutant
+
+_EAGLE3 = ("tests/drafters/test_eagle3.py",)
+_TREES = ("tests/decoding/test_trees.py",)
+_DRAFT_TREE = ("tests/drafters/test_draft_tree.py",)
+EAGLE = [
+    Mutant(
+        "eagle3-offsets-as-ids",
+        "jaxspec/drafters/vocabulary.py",
+        "    return ids + params[D2T].astype(jnp.int32) if D2T in params else ids",
+        "    return params[D2T].astype(jnp.int32) if D2T in params else ids",
+        _EAGLE3,
+        "B40: d2t is an offset, not an id",
+    ),
+    Mutant(
+        "eagle3-taps-before-the-layer",
+        "jaxspec/drafters/eagle_config.py",
+        "    ids = (1, num_layers // 2 - 1, num_layers - 4)",
+        "    ids = (2, num_layers // 2, num_layers - 3)",
+        _EAGLE3,
+        "B39: the published ids name what enters a layer",
+    ),
+    Mutant(
+        "eagle3-proposal-rope",
+        "jaxspec/drafters/recurrent.py",
+        "slots.positions[:, None] + depth - 1, tokens.shape)",
+        "slots.positions[:, None] + depth, tokens.shape)",
+        (*_EAGLE3, "tests/evaluation/test_conformance_golden.py"),
+        "the first proposed row stands at the anchor's own position",
+    ),
+    Mutant(
+        "eagle3-step-rope",
+        "jaxspec/drafters/eagle3.py",
+        "tokens, rows + index, attention)",
+        "tokens, rows, attention)",
+        _EAGLE3,
+        "step i of the training-time test stands at RoPE position t + i",
+    ),
+    Mutant(
+        "eagle3-future-steps",
+        "jaxspec/drafters/lookahead.py",
+        "jnp.arange(steps) < self.index",
+        "jnp.arange(steps) <= self.index",
+        _EAGLE3,
+        "the zero keys of a step that has not run take part",
+    ),
+    Mutant(
+        "eagle3-input-norm-order",
+        "jaxspec/drafters/eagle3.py",
+        "[self.input_layernorm(embedded), self.hidden_norm(states)]",
+        "[self.hidden_norm(states), self.input_layernorm(embedded)]",
+        ("tests/evaluation/test_conformance_golden.py",),
+        "the embedding comes first",
+    ),
+    Mutant(
+        "eagle3-teacher-one-row-off",
+        "jaxspec/drafters/eagle3.py",
+        "[cut(teacher[name], index + 1) for",
+        "[cut(teacher[name], index) for",
+        _EAGLE3,
+        "row t of step i is taught the token t + 2 + i",
+    ),
+    Mutant(
+        "eagle3-mask-not-shifted",
+        "jaxspec/drafters/eagle3.py",
+        'rows = cut(teacher["mask"], index)',
+        'rows = cut(teacher["mask"], 0 * index)',
+        _EAGLE3,
+        "the loss mask moves left with the steps",
+    ),
+    Mutant(
+        "eagle-state-of-an-idle-slot",
+        "jaxspec/drafters/recurrent.py",
+        "kept = jnp.where((layout.lengths > 0)[:, None], last.astype(state.hidden.dtype), state.hidden[owners])",
+        "kept = last.astype(state.hidden.dtype)",
+        ("tests/drafters/test_eagle_identity.py",),
+        "a request that committed nothing keeps its state",
+    ),
+    Mutant(
+        "eagle-teacher-gradient",
+        "jaxspec/drafters/eagle.py",
+        "target = jax.lax.stop_gradient(jnp.pad(batch.features[:, 1:], ((0, 0), (0, 1), (0, 0))))",
+        "target = jnp.pad(batch.features[:, 1:], ((0, 0), (0, 1), (0, 0)))",
+        ("tests/drafters/test_eagle.py",),
+        "the teacher is not trained towards its pupil",
+    ),
+    Mutant(
+        "tree-scores-above-zero",
+        "jaxspec/drafters/draft_tree.py",
+        "jnp.minimum(log_probs.astype(jnp.float32), 0.0)",
+        "log_probs.astype(jnp.float32)",
+        _DRAFT_TREE,
+        "a child that rounding put above its parent breaks the closure under ancestors",
+    ),
+    Mutant(
+        "tree-siblings-see-each-other",
+        "jaxspec/drafters/draft_tree.py",
+        "        visible = jnp.broadcast_to(jnp.eye(k, dtype=bool), (requests, k, k))",
+        "        visible = jnp.ones((requests, k, k), bool)",
+        _DRAFT_TREE,
+        "a proposed row attends its ancestors only",
+    ),
+    Mutant(
+        "tree-rejection-without-renormalising",
+        "jaxspec/decoding/trees.py",
+        "accepted = child & (u[:, index] * mass < left[request, token])",
+        "accepted = child & (u[:, index] < left[request, token])",
+        _TREES,
+        "a refused sibling's mass goes to the others",
+    ),
+    Mutant(
+        "tree-refused-child-stays",
+        "jaxspec/decoding/trees.py",
+        "multiply(jnp.where(refused, 0.0, 1.0))",
+        "multiply(jnp.where(refused, 1.0, 1.0))",
+        _TREES,
+        "the last token may not be a child that was refused",
+    ),
+    Mutant(
+        "tree-positions-by-row",
+        "jaxspec/decoding/trees.py",
+        "first[:, None] + depths, 0)",
+        "first[:, None] + jnp.arange(rows), 0)",
+        _TREES,
+        "RoPE positions of a tree go by depth",
+    ),
+    Mutant(
+        "tree-compaction-forgets-the-path",
+        "jaxspec/decoding/trees.py",
+        "read_rows(pool, committed.page_table, first + path)",
+        "read_rows(pool, committed.page_table, first + jnp.arange(path.shape[1]))",
+        _TREES,
+        "the accepted path's K/V move behind the root",
+    ),
+    Mutant(
+        "vocabulary-cast-to-floats",
+        "jaxspec/models/layers.py",
+        "lambda leaf: leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, params)",
+        "lambda leaf: leaf.astype(dtype), params)",
+        ("tests/training/test_eagle_run.py",),
+        "a vocabulary map in bfloat16 points elsewhere",
+    ),
+]
