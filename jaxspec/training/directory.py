@@ -34,8 +34,9 @@ def locked(directory: Path) -> Iterator[None]:
       ConfigError: another process trains in it.
     """
     try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        place = directory.with_name(directory.name + ".lock")
+        whole = directory.absolute()  # so that "." has a name
+        whole.parent.mkdir(parents=True, exist_ok=True)
+        place = whole.with_name(whole.name + ".lock")
         place.touch()  # the lock library takes a place that cannot be written for one in use
         held = FileLock(place).acquire(timeout=0)
     except Timeout as error:
