@@ -8,6 +8,7 @@ the target's features.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from typing import Any
 
@@ -72,7 +73,7 @@ class Scratch:
 
 
 @dataclasses.dataclass(frozen=True)
-class RecurrentDrafter:
+class RecurrentDrafter(abc.ABC):
     """State, commit and proposals. A method adds `fuse` (features to states), `layer` and `draft_logits`.
 
     `tree` None proposes a chain of `chain_length` tokens, whose q is the softmax each was drawn from
@@ -118,10 +119,12 @@ class RecurrentDrafter:
 
     # -- what a method adds -------------------------------------------------------------------------------------------
 
+    @abc.abstractmethod
     def fuse(self, params: ly.Params, features: Float[Array, "*rows TH"]) -> Float[Array, "*rows H"]:
         """The state that the target's features stand for."""
-        raise NotImplementedError
+        ...
 
+    @abc.abstractmethod
     def layer(
         self,
         params: ly.Params,
@@ -133,13 +136,14 @@ class RecurrentDrafter:
         cache: Any = None,
     ) -> tuple[Float[Array, "*rows H"], Any]:
         """The next states: state of t and token of t + 1 in, state of t + 1 out."""
-        raise NotImplementedError
+        ...
 
+    @abc.abstractmethod
     def draft_logits(
         self, params: ly.Params, shared: Shared, states: Float[Array, "*rows H"]
     ) -> Float[Array, "*rows Vd"]:
         """Float32 logits over the draft vocabulary."""
-        raise NotImplementedError
+        ...
 
     def draft_ids(self, params: ly.Params) -> Int[Array, "Vd"] | None:
         """Target id of each draft id; None where the draft vocabulary is the target's."""

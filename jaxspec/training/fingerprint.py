@@ -20,6 +20,11 @@ __all__ = ["check", "fingerprint"]
 _FREE = {"path"}  # a data file may move; its content may not change
 
 
+def _reads_total(config: TrainConfig) -> bool:
+    """Whether the learning rate depends on how many steps the run has."""
+    return config.optimizer.schedule != "constant" or config.optimizer.warmup_ratio > 0
+
+
 def fingerprint(
     config: TrainConfig, examples: Examples, drafter_config: dict[str, Any], target: str, total_steps: int | None
 ) -> dict[str, Any]:
@@ -46,7 +51,7 @@ def fingerprint(
         "drafter.dtype": config.drafter.dtype,
         "drafter.source": config.drafter.source,
         "run.seed": config.run.seed,
-        "schedule steps": total_steps,
+        "schedule steps": total_steps if _reads_total(config) else None,
     }
 
 

@@ -22,7 +22,7 @@ def dflash2(objective: DFlash2Objective | None = None, conv: ConvConfig = CONV, 
             draft_sampling: str = "sample", **changes: Any) -> DFlash2:  # fmt: skip
     """Block of 4 rows, 2 taps in groups of 4 channels, rank 4, 3 candidates; `changes` go to the block."""
     return DFlash2(
-        tiny.block_config(**changes),
+        tiny.block_config(**({"num_layers": 2} | changes)),
         objective or DFlash2Objective(gamma=2.0),
         draft_sampling,
         conv=conv,
@@ -33,7 +33,9 @@ def dflash2(objective: DFlash2Objective | None = None, conv: ConvConfig = CONV, 
 def dflare(objective: DFlareObjective | None = None, **changes: Any) -> DFlare:
     """Two layers over three taps."""
     options = {"target_layer_ids": (0, 1, 3), **changes}
-    return DFlare(tiny.block_config(**options), objective or DFlareObjective(gamma=2.0, gamma_per_epoch=0.0))
+    return DFlare(
+        tiny.block_config(**({"num_layers": 2} | options)), objective or DFlareObjective(gamma=2.0, gamma_per_epoch=0.0)
+    )
 
 
 def draft2_hf(**nested: Any) -> dict[str, Any]:
