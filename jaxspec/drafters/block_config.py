@@ -56,10 +56,6 @@ class BlockConfig:
             raise ConfigError("target_layer_ids: found none, expected the target layers that this drafter reads")
         if len(set(self.taps)) != len(self.taps):
             raise ConfigError(f"target_layer_ids: found {list(self.taps)}, expected each layer once")
-        if self.block_size > self.model.max_position:
-            raise ConfigError(
-                f"block_size: found {self.block_size}, expected at most {self.model.max_position} positions"
-            )
         for tap in self.taps:
             if not isinstance(tap, int) or not -1 <= tap < self.num_target_layers:
                 raise ConfigError(
@@ -100,6 +96,9 @@ class BlockConfig:
         mask = key.required("mask_token_id", "the id that stands for an unknown token")
         mask = fields.integer("mask_token_id", mask, least=0)
         warn_mask_token(mask, model, target)
+        block = fields.integer("block_size", key.required("block_size", "rows per block, anchor included"))
+        if block > model.max_position:
+            raise ConfigError(f"block_size: found {block}, expected at most {model.max_position} positions")
         softcap = key("final_logit_softcapping")
         if isinstance(softcap, (int, float)) and softcap <= 0:
             softcap = None  # some checkpoints say "off" so
@@ -107,7 +106,7 @@ class BlockConfig:
         return cls(
             model=model,
             taps=tuple(fields.integer("target_layer_ids", tap, least=-1) for tap in taps),
-            block_size=fields.integer("block_size", key.required("block_size", "rows per block, anchor included")),
+            block_size=block,
             mask_token_id=mask,
             num_target_layers=layers,
             target_hidden_size=target.hidden_size,

