@@ -103,6 +103,16 @@ class SlotRunner:
         cache_fill: float = 0.0,
         debug: bool = False,
     ):
+        sizes = {
+            "num_slots": num_slots,
+            "max_context": max_context,
+            "prefill_chunk": prefill_chunk,
+            "page_size": page_size,
+        }
+        for name, value in sizes.items():
+            least = 2 if name == "max_context" else 1
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"engine.{name}: found {value!r}, expected an integer of at least {least}")
         decoder = target.model
         max_context = min(max_context, decoder.config.max_position)
         drafter = draft.drafter if draft is not None else NoDrafter(decoder.config.vocab_size)

@@ -43,3 +43,13 @@ def test_a_tiny_temperature_is_greedy_not_nan():
     sampling = SlotSampling(one * 1e-30, np.zeros(1, np.int32), one, 0 * one)
     probs = np.asarray(sampling.probabilities(np.array([[1.0, 90.0, 3.0]], np.float32)))
     np.testing.assert_array_equal(probs, [[0, 1, 0]])
+
+
+@pytest.mark.parametrize("field", ["num_slots", "max_context", "prefill_chunk", "page_size"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True])
+def test_a_runner_of_no_size_is_refused(field, value):
+    from jaxspec.decoding.runner import SlotRunner
+    from jaxspec.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=field):
+        SlotRunner(object(), **{field: value})  # refused before the target is looked at
