@@ -20,6 +20,8 @@ from jaxspec.commands.convert import _LAYOUTS
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.layers import flatten
 
+pytestmark = pytest.mark.ci
+
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 DRAFTS = sorted(path.parent for path in GOLDEN.rglob("draft/config.json"))
 Q3A = GOLDEN / "targets" / "q3a"

@@ -25,6 +25,8 @@ from jaxspec.models.layout import uniform_layout
 from tests.decoding.enumeration import TINY, _cumulative, _intervals
 from tests.helpers import worlds
 
+pytestmark = pytest.mark.ci
+
 # two children of the root, two of each of them; row 0 is the root
 BINARY = np.array([0, 0, 1, 1, 2, 2])
 

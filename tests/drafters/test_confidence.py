@@ -18,6 +18,8 @@ from tests.decoding.test_enumeration import through_jaxspec
 from tests.drafters.test_small_model import proposed, tiny
 from tests.helpers.worlds import tiny_draft, tiny_target
 
+pytestmark = pytest.mark.ci
+
 FAR = 10_000
 
 

@@ -20,6 +20,8 @@ from jaxspec.drafters.ddtree import DDTree, best_first_tree
 from jaxspec.errors import ConfigError
 from tests.helpers.worlds import tiny_draft, tiny_target
 
+pytestmark = pytest.mark.ci
+
 Node = tuple[int, int, int]  # token, depth, parent (0 = root)
 build = jax.jit(best_first_tree, static_argnums=1)
 

@@ -30,6 +30,8 @@ from tests.helpers import worlds
 from tests.oracle import world as oracle
 from tests.training import world
 
+pytestmark = pytest.mark.ci
+
 LENGTH = 14
 
 

@@ -24,6 +24,8 @@ from tests.drafters import family, tiny
 from tests.helpers import worlds
 from tests.oracle import world
 
+pytestmark = pytest.mark.ci
+
 # -- proposals --------------------------------------------------------------------------------------------------------
 
 

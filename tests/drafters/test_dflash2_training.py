@@ -21,6 +21,8 @@ from jaxspec.training.build import fresh_drafter, warm_start
 from tests.drafters import family, tiny
 from tests.training import world
 
+pytestmark = pytest.mark.ci
+
 ANCHORS = [[0, 3, 7, 11], [2, 5, 11, 12]]
 
 

@@ -17,6 +17,8 @@ from jaxspec.drafters.draft_tree import (
 )
 from jaxspec.errors import ConfigError
 
+pytestmark = pytest.mark.ci
+
 V = 7
 
 

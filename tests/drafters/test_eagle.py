@@ -19,6 +19,8 @@ from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.decoder import FINAL
 from tests.drafters import eagle_pairs as pairs
 
+pytestmark = pytest.mark.ci
+
 TARGET = pairs.target("llama")
 
 

@@ -22,6 +22,8 @@ from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.layout import uniform_layout
 from tests.drafters import eagle_pairs as pairs
 
+pytestmark = pytest.mark.ci
+
 TARGET = pairs.target()
 KINDS = {
     "reduced": {},

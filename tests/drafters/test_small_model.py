@@ -28,6 +28,8 @@ from tests.decoding.enumeration import Case, output_law, target_law
 from tests.decoding.test_enumeration import through_jaxspec
 from tests.helpers.worlds import GOLDEN, TINY, tiny_target
 
+pytestmark = pytest.mark.ci
+
 M = 4
 PROMPTS = ([5, 9, 9, 2], [7] * 11, [1, 2, 3, 4, 1, 2])
 

@@ -21,6 +21,8 @@ from jaxspec.models.decoder import Decoder
 from tests.helpers.guards import no_compiles
 from tests.helpers.worlds import TINY, tiny_draft, tiny_target
 
+pytestmark = pytest.mark.ci
+
 ROOM = 560
 
 

@@ -11,6 +11,8 @@ from jaxspec.decoding.generate import generate
 from jaxspec.decoding.request import SamplingParams
 from jaxspec.serving.main import load
 
+pytestmark = pytest.mark.ci
+
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 Q3A = GOLDEN / "targets" / "q3a"
 PROMPT = [5, 9, 2, 5, 9, 2, 5]

@@ -26,6 +26,8 @@ from jaxspec.training.data import load_examples
 from jaxspec.training.progress import Reporter
 from tests.training import world
 
+pytestmark = pytest.mark.ci
+
 SIZE = 12
 DRAFTERS: dict[str, dict[str, Any]] = {
     "eagle3": {"method": "eagle3", "target_layer_ids": [0, 1], "draft_vocab_size": SIZE},
