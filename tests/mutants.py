@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.faults import conformance, ddtree, dflash2, drafters, eagle, project, serving, training
+from tests.faults import conformance, ddtree, decoding, dflash2, drafters, eagle, project, serving, training
 from tests.helpers.mutation import Mutant, main
 
 MUTANTS: list[Mutant] = [
@@ -23,6 +23,7 @@ MUTANTS: list[Mutant] = [
     *project.CLI,
     *drafters.MODELS,
     *drafters.DRAFTERS,
+    *decoding.DECODING,
     *conformance.CONFORMANCE,
     *training.TRAINING,
     *serving.SERVING,
