@@ -221,7 +221,7 @@ DECODING = [
         "the slot that was rejected was reached (B38)",
     ),
     Mutant(
-        "models-padding-writes",
+        "decoding-padding-writes",
         "jaxspec/models/cache.py",
         "page = jnp.where(layout.valid, table, TRASH_PAGE)",
         "page = table",
