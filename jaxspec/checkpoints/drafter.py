@@ -248,7 +248,10 @@ def check_export_folder(directory: str | os.PathLike[str]) -> None:
     check_replaceable(directory)
     if (directory / "config.json").is_file():
         names = read_config(directory).get("architectures") or []
-        if not set(names) & set(ARCHITECTURES):
+        # EAGLE drafts and Llama targets share an architecture's name; only a language model keeps its tensors under
+        # "model.".
+        language_model = any(name.startswith("model.") for name in TensorFolder(directory).names())
+        if language_model or not set(names) & set(ARCHITECTURES):
             raise CheckpointError(
                 f"{directory}: found a checkpoint of {names}, expected a free place or an earlier drafter; choose "
                 "another name"

@@ -276,17 +276,28 @@ def test_gguf_is_no_drafter(target: Target, tmp_path: Path) -> None:
         load_drafter(tmp_path / "x.gguf", target)
 
 
-def test_export_never_replaces_a_target(tmp_path):
-    """A folder with another model's config.json is somebody's model, however flat it lies."""
+@pytest.mark.parametrize("target", ["q3a", "q3b_tied", "llama_a", "llama_b"])
+def test_export_never_replaces_a_target(tmp_path, target):
+    """A folder with another model's config.json is somebody's model, also where a drafter's config has the same name."""
     import shutil
 
     from jaxspec.checkpoints.drafter import check_export_folder
 
     golden = Path(__file__).parent.parent / "golden"
     place = tmp_path / "model"
-    shutil.copytree(golden / "targets" / "q3a", place)
-    with pytest.raises(CheckpointError, match="Qwen3ForCausalLM"):
+    shutil.copytree(golden / "targets" / target, place)
+    with pytest.raises(CheckpointError, match="ForCausalLM"):
         check_export_folder(place)
-    shutil.rmtree(place)
-    shutil.copytree(golden / "02_dflash_fwd_q3a" / "draft", place)
-    check_export_folder(place)  # an earlier drafter may be replaced
+
+
+@pytest.mark.parametrize(
+    "case", ["02_dflash_fwd_q3a", "05_deepspec_dspark_gen", "07_eagle1_train", "07_eagle3_train_q3a"]
+)
+def test_export_may_replace_an_earlier_drafter(tmp_path, case):
+    import shutil
+
+    from jaxspec.checkpoints.drafter import check_export_folder
+
+    place = tmp_path / "draft"
+    shutil.copytree(Path(__file__).parent.parent / "golden" / case / "draft", place)
+    check_export_folder(place)
