@@ -278,7 +278,7 @@ def test_gguf_is_no_drafter(target: Target, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("target", ["q3a", "q3b_tied", "llama_a", "llama_b"])
 def test_export_never_replaces_a_target(tmp_path, target):
-    """A folder with another model's config.json is somebody's model, also where a drafter's config has the same name."""
+    """A folder with another model's config.json is somebody's model, even where a drafter shares its name."""
     import shutil
 
     from jaxspec.checkpoints.drafter import check_export_folder

@@ -364,4 +364,4 @@ def test_a_warm_start_keeps_the_base_loss_and_its_gradients():
     _, after, warm_grads = family.terms(grown, warm, shared, batch)
     np.testing.assert_array_equal(after["ce"], before["ce"])
     for name, grad in ly.flatten(grads).items():
-        np.testing.assert_allclose(ly.flatten(warm_grads)[name], grad, rtol=1e-5, atol=1e-6, err_msg=name)
+        family.assert_close(ly.flatten(warm_grads)[name], grad, name)
