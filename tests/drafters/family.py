@@ -71,6 +71,6 @@ def unrolled(target: Any) -> Any:
 
 
 def assert_close(actual: Any, wanted: Any, name: str) -> None:
-    """Two fp32 gradients of the same sum in another order: what a tensor's largest entry rounds to is the noise of all."""
+    """Two fp32 gradients of the same sum in another order: the rounding of the largest entry is the noise of all."""
     scale = float(np.max(np.abs(np.asarray(wanted)), initial=0.0))
     np.testing.assert_allclose(actual, wanted, rtol=1e-4, atol=1e-5 * scale + 1e-7, err_msg=name)
