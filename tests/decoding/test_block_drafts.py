@@ -20,6 +20,8 @@ from tests.decoding.enumeration import Case, _branches, output_law, target_law
 from tests.decoding.test_enumeration import TOLERANCE, through_jaxspec
 from tests.helpers.worlds import position_of, rows_of, slot_of, tiny_draft, tiny_target
 
+pytestmark = pytest.mark.ci
+
 
 def accepted(case: Case, kind: str) -> float:
     """E[accepted proposals], enumerated over every branch of the served acceptance."""

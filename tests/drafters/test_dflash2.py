@@ -19,6 +19,8 @@ from jaxspec.errors import ConfigError
 from jaxspec.models import layers as ly
 from tests.drafters import family, tiny
 
+pytestmark = pytest.mark.ci
+
 # -- configuration and names ------------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,8 @@ import pytest
 
 from tests.drafters import tiny
 
+pytestmark = pytest.mark.ci
+
 LENGTH = 12
 ANCHORS = [0, 3, 4, 4, 9, LENGTH - 1]
 DRAFTERS = {

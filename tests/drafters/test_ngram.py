@@ -14,6 +14,8 @@ from jaxspec.models.layout import uniform_layout
 from tests.decoding.enumeration import Case, output_law, random_case, target_law
 from tests.decoding.test_enumeration import through_jaxspec
 
+pytestmark = pytest.mark.ci
+
 ROOM, M = 48, 5
 DRAFTER = NGram(vocab_size=9, num_proposals=M, max_ngram=3)
 

@@ -21,6 +21,8 @@ from jaxspec.models.layers import flatten
 from tests.drafters import tiny
 from tests.models.numpy_decoder import random_weights
 
+pytestmark = pytest.mark.ci
+
 GRID = [
     (rank, kind, confidence, with_markov)
     for rank, kind, confidence, with_markov in itertools.product(

@@ -9,6 +9,8 @@ import pytest
 
 from jaxspec.drafters.philox import gumbel, gumbel_draw, philox4x32, uniforms
 
+pytestmark = pytest.mark.ci
+
 # published known-answer vectors of Philox4x32-10: (counter, key, output)
 KNOWN = [
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),

@@ -14,6 +14,8 @@ from jaxspec.decoding.sampling import SlotSampling
 from jaxspec.drafters.base import Dense, Point, Proposal, Sparse, first_proposals
 from tests.drafters import tiny
 
+pytestmark = pytest.mark.ci
+
 VOCAB = 7
 
 

@@ -11,6 +11,8 @@ from jaxspec.models.rope import inverse_frequencies
 from tests.drafters import tiny
 from tests.models.numpy_decoder import rms_norm, softmax, turn
 
+pytestmark = pytest.mark.ci
+
 LENGTH = 9
 LAYERS = {
     "full": {"num_layers": 2},

@@ -150,6 +150,7 @@ def test_a_directory_that_is_no_run_is_left_alone(tmp_path, data, fresh):
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.txt"]
 
 
+@pytest.mark.ci
 def test_bad_data_writes_nothing_and_keeps_the_earlier_run(tmp_path, data):
     with pytest.raises(DataError, match=r"data\.path"):
         train(world.config(tmp_path / "run", tmp_path / "absent.npz"))
@@ -170,6 +171,7 @@ def test_bad_data_writes_nothing_and_keeps_the_earlier_run(tmp_path, data):
         ({"run__steps": 12}, "schedule steps"),
     ],
 )
+@pytest.mark.ci
 def test_resume_with_a_changed_config_is_refused(tmp_path, data, change, named):
     train(world.config(tmp_path / "run", data, run__steps=4))
     with pytest.raises(ResumeError, match=r"run\.fresh=true") as caught:
@@ -177,6 +179,7 @@ def test_resume_with_a_changed_config_is_refused(tmp_path, data, change, named):
     assert named in str(caught.value)
 
 
+@pytest.mark.ci
 def test_resume_with_other_data_is_refused_and_free_keys_may_change(tmp_path, data):
     train(world.config(tmp_path / "run", data, run__steps=4))
     with pytest.raises(ResumeError, match=r"data\.content"):
@@ -214,6 +217,7 @@ def test_B66_nothing_compiles_after_the_first_steps(tmp_path, data):
     assert marks[10] == marks[3] > 0
 
 
+@pytest.mark.ci
 def test_evaluation_hook_is_called_with_the_parameters(tmp_path, data):
     seen = []
 
