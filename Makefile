@@ -3,7 +3,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-312 demo test lint format check mutants conformance proto constraints clean
+.PHONY: help setup setup-312 demo test lint format check mutants bench-kernels conformance proto constraints clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9%-]+):.*## /  make \1\t/' | expand -t 26
@@ -40,6 +40,9 @@ mutants: setup  ## applies each one-line fault of tests/mutants.py and expects a
 
 conformance: setup  ## every golden case of tests/golden
 	@.venv/bin/jaxspec conformance tests/golden
+
+bench-kernels: setup  ## every kernel on this machine's GPU, peers beside it; writes results/h200/kernels.json
+	@$(PY) -m pallas_kernels.bench --json results/h200/kernels.json
 
 test-slow-%: setup  ## one long check; writes results/slow/%.json
 	@$(PY) tools/slow_results.py run $*

@@ -15,7 +15,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.faults import conformance, ddtree, decoding, dflash2, drafters, eagle, project, serving, training
+from tests.faults import (
+    conformance,
+    ddtree,
+    decoding,
+    dflash2,
+    drafters,
+    eagle,
+    kernels,
+    kernels_anchor,
+    project,
+    serving,
+    training,
+)
 from tests.helpers.mutation import Mutant, main
 
 MUTANTS: list[Mutant] = [
@@ -30,6 +42,8 @@ MUTANTS: list[Mutant] = [
     *ddtree.DDTREE,
     *dflash2.DFLASH2,
     *eagle.EAGLE,
+    *kernels.KERNELS,
+    *kernels_anchor.ANCHOR,
 ]
 
 if __name__ == "__main__":

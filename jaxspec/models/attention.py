@@ -16,6 +16,8 @@ from jaxtyping import Array, Int
 from jaxspec.models.cache import gather, gather_known, write_rows
 from jaxspec.models.layout import RaggedLayout
 from pallas_kernels.softmax import masked_softmax, mix, scores
+from pallas_kernels.verify_attention.api import verify_attention
+from pallas_kernels.verify_attention.rows import VerifyRows, pack_bits
 
 Window = int | Int[Array, ""]
 
@@ -45,13 +47,17 @@ class DenseCausal:
 @dataclasses.dataclass(frozen=True)
 class PagedCausal:
     """Rows of a RaggedLayout over paged K/V: rows write first, then attend every slot up to their own; in a tree, the
-    committed slots and their ancestors."""
+    committed slots and their ancestors. `implementation` is the reference below, or a kernel's that reads the pages in
+    place (`pallas_kernels.verify_attention`)."""
 
     layout: RaggedLayout
+    implementation: str = "reference"
 
     def __call__(self, q: Array, k: Array, v: Array, cache: Array, window: Window) -> tuple[Array, Array]:
         layout = self.layout
         cache = write_rows(cache, k, v, layout)
+        if self.implementation != "reference":
+            return self._kernel(q, k, v, cache, window), cache
         rows, exists = layout.grid()
         if layout.tree:
             keys, values, mask, distance = self._tree(cache, rows, exists)
@@ -64,6 +70,22 @@ class PagedCausal:
         out = mix(masked_softmax(scores(q[rows], keys), mask[:, None, None]), values)
         offset = jnp.arange(q.shape[0]) - layout.starts[layout.requests]
         return out[layout.requests, jnp.clip(offset, 0, layout.max_rows - 1)].astype(q.dtype), cache
+
+    def _kernel(self, q: Array, k: Array, v: Array, cache: Array, window: Window) -> Array:
+        layout = self.layout
+        rows = VerifyRows(
+            layout.starts,
+            layout.lengths,
+            layout.slots[layout.starts],
+            layout.requests,
+            layout.page_table,
+            layout.max_rows,
+            layout.positions if layout.tree else None,
+            pack_bits(layout.ancestors()) if layout.tree else None,
+        )
+        mask = "tree" if layout.tree else "causal"
+        out = verify_attention(q, k, v, cache, rows, mask, window, implementation=self.implementation)
+        return jnp.where(layout.valid[:, None, None], out, 0)
 
     def _tree(self, cache: Array, rows: Array, exists: Array) -> tuple[Array, Array, Array, Array]:
         """K, V, mask and distance [R, Q, L] of tree rows. A slot of the tree holds a node at its own position; the
