@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-__all__ = ["AnchorRule", "anchor_uniforms", "any_anchor", "sample_anchors", "supervised", "trim_width"]
+__all__ = ["AnchorRule", "anchor_uniforms", "any_anchor", "sample_anchors", "supervised_anchors", "trim_width"]
 
 AnchorRule = Literal["adjacent", "legacy"]
 
@@ -85,7 +85,7 @@ def sample_anchors(
     return jnp.where(keep, ordered, 0), keep
 
 
-def supervised(
+def supervised_anchors(
     anchors: Int[Array, "B N"], keep: Bool[Array, "B N"], loss_mask: Bool[Array, "B S"], num_proposals: int
 ) -> Bool[Array, "B N"]:
     """The kept anchors that teach something: a supervised token is among the m = num_proposals after them."""

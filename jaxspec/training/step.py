@@ -27,7 +27,7 @@ from jaxspec.drafters.base import Batch, Drafter, Shared, Terms
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import cast, join_trainable, split_trainable
 from jaxspec.training import optimizer as opt
-from jaxspec.training.anchors import AnchorRule, anchor_uniforms, sample_anchors, supervised
+from jaxspec.training.anchors import AnchorRule, anchor_uniforms, sample_anchors, supervised_anchors
 from jaxspec.training.features import capture
 from jaxspec.training.state import Placement, TrainState, abstract
 
@@ -158,32 +158,32 @@ def train_step(
     loss, terms, grads = gradients(spec.drafter, state.params, frozen.shared, batches, keys, spec.dtype)
 
     weights = [jnp.sum(weight) for _, weight in split_terms(terms)[0].values()]
-    taught = sum(weights, jnp.zeros(())) > 0
+    supervised = sum(weights, jnp.zeros(())) > 0
     norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
-    use = taught & finite
+    use = supervised & finite
     grads = jax.tree.map(lambda grad: jnp.where(use, grad, 0.0), grads)  # a product would keep NaN
     rate = spec.learning_rate(state.step)
     masters, fixed = split_trainable(state.params)
     updated = opt.apply(spec.optimizer, grads, state.opt_state, masters, rate)
     masters, opt_state = jax.tree.map(lambda new, old: jnp.where(use, new, old), updated, (masters, state.opt_state))
-    count = functools.partial(supervised, num_proposals=spec.drafter.num_proposals)
-    taught_anchors = jax.vmap(count)(batches.anchors, batches.keep, batch["loss_mask"])
+    count = functools.partial(supervised_anchors, num_proposals=spec.drafter.num_proposals)
+    teaching = jax.vmap(count)(batches.anchors, batches.keep, batch["loss_mask"])
     state = TrainState(
         params=join_trainable(masters, fixed),
         opt_state=opt_state,
         step=state.step + 1,
-        skipped=state.skipped + (~taught).astype(jnp.int32),
-        nonfinite=state.nonfinite + (taught & ~finite).astype(jnp.int32),
+        skipped=state.skipped + (~supervised).astype(jnp.int32),
+        nonfinite=state.nonfinite + (supervised & ~finite).astype(jnp.int32),
         key=state.key,
     )
     return state, {
-        "loss": jnp.where(taught, loss, 0.0),
-        "grad_norm": jnp.where(taught, norm, 0.0),
+        "loss": jnp.where(supervised, loss, 0.0),
+        "grad_norm": jnp.where(supervised, norm, 0.0),
         "learning_rate": rate,
         "terms": terms,
         "anchors": batches.keep.sum(dtype=jnp.int32),
-        "supervised_anchors": taught_anchors.sum(dtype=jnp.int32),
+        "supervised_anchors": teaching.sum(dtype=jnp.int32),
         "supervised_tokens": batch["loss_mask"].sum(dtype=jnp.int32),
         "skipped": state.skipped,
         "nonfinite": state.nonfinite,

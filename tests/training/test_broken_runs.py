@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxspec.errors import CheckpointError, ConfigError, DataError, ResumeError
-from jaxspec.training.anchors import any_anchor, supervised
+from jaxspec.training.anchors import any_anchor, supervised_anchors
 from jaxspec.training.checkpoint import Checkpoints
 from jaxspec.training.directory import MARKER, check, locked, prepare
 from jaxspec.training.loop import TrainingError
@@ -243,4 +243,4 @@ def test_an_anchor_with_nothing_supervised_behind_it_is_not_counted():
     mask[0, [1, 2, 5]] = mask[1, 7] = True
     anchors, keep = np.array([[1, 2, 5, 0], [4, 7, 3, 0]]), np.array([[1, 1, 1, 0], [1, 1, 0, 0]], bool)
     for proposals, expected in [(2, [[1, 0, 0, 0], [0, 0, 0, 0]]), (3, [[1, 1, 0, 0], [1, 0, 0, 0]])]:
-        np.testing.assert_array_equal(supervised(anchors, keep, mask, proposals), np.array(expected, bool))
+        np.testing.assert_array_equal(supervised_anchors(anchors, keep, mask, proposals), np.array(expected, bool))
