@@ -95,11 +95,12 @@ def _prompts(args: argparse.Namespace) -> list[str]:
         raise DataError("--file and PROMPT: found both, expected one of the two; leave one out")
     if args.file:
         return _from_file(args.file)
-    if not args.prompts and sys.stdin.isatty():
+    prompts = args.prompts or ([] if sys.stdin.isatty() else ["-"])
+    if not any(prompts):
         raise DataError(
             "PROMPT: found none, expected at least one; give it as an argument, with --file or on standard input"
         )
-    return [read_prompt() if prompt == "-" else prompt for prompt in args.prompts or ["-"]]
+    return [read_prompt() if prompt == "-" else prompt for prompt in prompts]
 
 
 def _from_file(path: Path) -> list[str]:

@@ -53,18 +53,24 @@ class Checkpoints:
           ResumeError: it is damaged. The message names the newest step that is intact and how to go on from it: which
             checkpoint is given up is the user's decision.
         """
-        steps = sorted(self._manager.all_steps(), reverse=True)
-        damage = [_damage(self.directory / str(steps[0]))] if steps else [None]
-        if damage[0] is None:
-            return steps[0] if steps else None
-        while len(damage) < len(steps) and damage[-1] is not None:
-            damage.append(_damage(self.directory / str(steps[len(damage)])))
-        damaged = [str(self.directory / str(step)) for step, what in zip(steps, damage, strict=False) if what]
-        if len(damaged) == len(steps):
+        damaged: list[tuple[Path, str]] = []
+        intact = None
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            folder = self.directory / str(step)
+            what = _damage(folder)
+            if what is None:
+                intact = step
+                break
+            damaged.append((folder, what))
+        if not damaged:
+            return intact
+        if intact is None:
             action = "no older one is intact: set run.fresh=true or another run.directory"
         else:
-            action = f"step {steps[len(damaged)]} is intact: to go on from it, delete {' and '.join(damaged)}"
-        found = f"the newest checkpoint, step {steps[0]}, is damaged ({damage[0]})"
+            given_up = " and ".join(str(folder) for folder, _ in damaged)
+            action = f"step {intact} is intact: to go on from it, delete {given_up}"
+        newest, what = damaged[0]
+        found = f"the newest checkpoint, step {newest.name}, is damaged ({what})"
         raise ResumeError(problem(f"run.directory {self.directory.parent}", found, action=action))
 
     def save(self, step: int, state: TrainState, meta: dict[str, Any]) -> None:
@@ -160,7 +166,8 @@ def _not_told_twice(record: logging.LogRecord) -> bool:
 
 def _damage(folder: Path) -> str | None:
     """What is wrong with the files of one checkpoint, or None. Reads every array once, one after the other: orbax
-    reads all at the same time, and its other readers end in tracebacks of their own when one of them fails."""
+    reads all at the same time, and its other readers end in tracebacks of their own when one of them fails. The values
+    themselves carry no checksum."""
     state = folder / "state"
     try:
         about = sorted((state / "array_metadatas").iterdir())

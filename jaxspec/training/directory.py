@@ -56,7 +56,7 @@ def writing(directory: Path) -> Iterator[None]:
     except BrokenPipeError:  # whoever reads the log has left; the command line knows
         raise
     except OSError as error:
-        if not (directory / MARKER).is_file():
+        if isinstance(error, FileNotFoundError) and not directory.is_dir():
             raise CheckpointError(gone(directory)) from error
         raise CheckpointError(
             problem(
@@ -72,7 +72,7 @@ def gone(directory: Path) -> str:
     """The message for a run directory that was taken away under a run."""
     return problem(
         f"run.directory {directory}",
-        "that it was moved or deleted while the run was going",
+        "moved or deleted while the run was going",
         "it to stay in place",
         "put it back, or start again",
     )

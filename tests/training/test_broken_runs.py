@@ -11,14 +11,18 @@ import textwrap
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
+from jaxspec.config import OptimizerSection
 from jaxspec.errors import CheckpointError, ConfigError, DataError, ResumeError
+from jaxspec.training import optimizer as opt
 from jaxspec.training.anchors import any_anchor, supervised_anchors
 from jaxspec.training.checkpoint import Checkpoints
-from jaxspec.training.directory import MARKER, check, locked, prepare
+from jaxspec.training.directory import MARKER, check, locked, prepare, writing
 from jaxspec.training.loop import TrainingError
+from jaxspec.training.state import create
 from tests.helpers.process import environment
 from tests.training import world
 from tests.training.test_checkpoint import state_of
@@ -126,6 +130,22 @@ def test_a_damaged_checkpoint_is_named_with_the_intact_one_before_it(three_check
     assert resumable(three_checkpoints) == 2
 
 
+def test_a_truncated_array_is_found(tmp_path):
+    """An array too large to stand in the index: the index is whole, only reading the array tells."""
+    checkpoints = Checkpoints(tmp_path / "c", 3)
+    weights = {"w": jax.random.normal(jax.random.key(0), (64, 64))}
+    checkpoints.save(1, create(weights, opt.build(OptimizerSection()), jax.random.key(0)), {})
+    checkpoints.wait()
+    checkpoints.close()
+    assert resumable(tmp_path / "c") == 1
+    file = max((path for path in (tmp_path / "c" / "1" / "state").rglob("d/*")), key=lambda path: path.stat().st_size)
+    content = file.read_bytes()
+    assert len(content) > 4 * 64 * 64 * 0.8
+    file.write_bytes(content[:1000])
+    with pytest.raises(ResumeError, match=r"step 1, is damaged .*no older one is intact"):
+        resumable(tmp_path / "c")
+
+
 def test_the_intact_checkpoint_is_looked_for_behind_every_damaged_one(three_checkpoints):
     for step in (3, 2):
         (three_checkpoints / str(step) / "meta" / "metadata").write_text("{")
@@ -188,6 +208,15 @@ def test_a_run_directory_that_is_deleted_under_a_run_is_one_error(tmp_path, ever
     with pytest.raises(CheckpointError, match=rf"run\.directory {place}.*moved or deleted"):
         train(world.config(place, data, run__checkpoint_every=every), reporter=Lines({8: delete}))
     assert not place.exists()  # nor made anew by the export
+
+
+def test_a_run_directory_that_cannot_be_made_is_not_called_deleted(tmp_path, monkeypatch):
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(CheckpointError, match="No space left on device"), writing(tmp_path / "run"):
+        prepare(tmp_path / "run", fresh=False)
 
 
 # -- data that teaches nothing ----------------------------------------------------------------------------------------
