@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxspec.decoding import debug as checks
 from jaxspec.decoding.compilations import CompilationCounter
+from jaxspec.decoding.fit import check_draft, check_options
 from jaxspec.decoding.request import SamplingParams, validate_prompt
 from jaxspec.decoding.round import PrefillInput, Program, Weights
 from jaxspec.decoding.sampling import SlotSampling
@@ -83,6 +84,7 @@ class SlotRunner:
     """`num_slots` requests side by side, each up to `max_context` tokens of prompt and answer.
 
     Not thread-safe: one thread owns it. Every device value is reached through the two executables and `np.asarray`.
+    Construction raises ConfigError for an option out of range and for a drafter that was made for another target.
     `debug` runs the same programs with their indices, ids and invariants checked (`jaxspec.decoding.debug`).
     """
 
@@ -117,6 +119,10 @@ class SlotRunner:
         max_context = min(max_context, decoder.config.max_position)
         drafter = draft.drafter if draft is not None else NoDrafter(decoder.config.vocab_size)
         decoder.check_taps(drafter.taps)
+        eos = tuple(decoder.config.eos_token_ids if eos_token_ids is None else eos_token_ids)
+        check_options(acceptance, confidence_threshold, eos, decoder.config.vocab_size)
+        if draft is not None:
+            check_draft(draft, decoder.config, decoder.embedding(target.params).shape[-1])
         if getattr(drafter, "tree_nodes", 0) and num_proposals is not None:
             raise ConfigError(
                 f"engine.num_proposals: found {num_proposals}, expected null: the {drafter.method} drafter proposes a "
@@ -154,7 +160,7 @@ class SlotRunner:
         )
         self.weights = Weights(target.params, draft.params if draft is not None else {}, shared)
         self.prefill_chunk = prefill_chunk
-        self._eos = frozenset(decoder.config.eos_token_ids if eos_token_ids is None else eos_token_ids)
+        self._eos = frozenset(eos)
         self._observe = observe
         self._debug = debug
         self._device = next(iter(shared.embedding.devices()))

@@ -25,6 +25,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from jaxspec.errors import JaxspecError, RequestError, ServerError, problem
 from jaxspec.serving.protos.jaxspec.v1 import jaxspec_pb2 as pb
 from jaxspec.serving.protos.jaxspec.v1 import jaxspec_pb2_grpc as pb_grpc
+from jaxspec.serving.terminal import context_note, read_prompt
 
 __all__ = ["Answer", "Client", "add_arguments", "main"]
 
@@ -42,12 +43,14 @@ Prompt = Any  # str | Sequence[int] | Sequence[Mapping[str, str]], told apart at
 
 @dataclass(frozen=True)
 class Answer:
-    """A whole answer; `usage` has the fields of the Usage message."""
+    """A whole answer; `usage` has the fields of the Usage message. With `context_limit` the context ended before
+    max_new_tokens."""
 
     request_id: str
     token_ids: list[int]
     text: str
     finish_reason: str
+    context_limit: bool
     usage: dict[str, Any]
 
 
@@ -95,7 +98,8 @@ class Client:
         if response is None or response.finish_reason not in _REASONS:
             raise ServerError(f"the server at {self.address} ended the answer without a finish_reason")
         usage = {field.name: getattr(response.usage, field.name) for field in pb.Usage.DESCRIPTOR.fields}
-        return Answer(response.request_id, ids, "".join(text), _REASONS[response.finish_reason], usage)
+        reason, limit = _REASONS[response.finish_reason], response.context_limit
+        return Answer(response.request_id, ids, "".join(text), reason, limit, usage)
 
     def info(self, timeout: float | None = 10.0) -> pb.ModelInfo:
         """What is being served."""
@@ -124,17 +128,17 @@ class Client:
 
 
 def _request(prompt: Prompt, request_id: str, sampling: Mapping[str, Any]) -> pb.GenerateRequest:
-    request = pb.GenerateRequest(format_version=_FORMAT_VERSION, request_id=request_id)
     try:
+        request = pb.GenerateRequest(format_version=_FORMAT_VERSION, request_id=request_id)
         if isinstance(prompt, str):
             request.text = prompt
         elif len(prompt) and isinstance(prompt[0], Mapping):
             request.messages.CopyFrom(pb.Chat(messages=[pb.ChatMessage(**dict(message)) for message in prompt]))
         else:
-            request.token_ids.CopyFrom(pb.TokenIds(ids=[int(token) for token in prompt]))
+            request.token_ids.CopyFrom(pb.TokenIds(ids=list(prompt)))
         given = {name: value for name, value in sampling.items() if value is not None}
         request.sampling.CopyFrom(pb.SamplingParameters(**given))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError) as error:  # UnicodeEncodeError is a ValueError
         raise RequestError(problem("request", action=f"it does not fit the wire format: {error}")) from error
     return request
 
@@ -153,7 +157,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Send prompts to a running server and print what it answers."
     parser.add_argument("--address", default="127.0.0.1:50051", help="host:port of the server (default %(default)s)")
     prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("prompt", nargs="?", help="the prompt, as plain text")
+    prompt.add_argument("prompt", nargs="?", help="the prompt, as plain text; - reads it from standard input")
     prompt.add_argument("--chat", metavar="TEXT", help="the prompt as a user's turn, in the target's chat template")
     prompt.add_argument("--ids", metavar="1,2,3", help="the prompt as token ids")
     each = 'one object a line: "prompt", "messages" or "token_ids", and if wanted "id" and "sampling" {...}'
@@ -205,19 +209,22 @@ def _print_answer(client: Client, args: argparse.Namespace) -> int:
     elif args.ids is not None:
         prompt = _ids("--ids", args.ids)
     else:
-        prompt = args.prompt
+        prompt = read_prompt() if args.prompt == "-" else args.prompt
     options = {"timeout": args.timeout, **_sampling(args)}
     if args.json:
         print(json.dumps(asdict(client.complete(prompt, **options)), ensure_ascii=False))
         return 0
     ids: list[int] = []
-    text = False
+    text, limit = False, False
     for response in client.generate(prompt, **options):
         ids.extend(response.token_ids)
+        limit = response.context_limit
         text |= bool(response.text)
         print(response.text, end="", flush=True)
     # A target without a tokenizer has no text to show.
     print("" if text else " ".join(map(str, ids)))
+    if limit:
+        print(context_note(len(ids)), file=sys.stderr)
     return 0
 
 
@@ -264,7 +271,10 @@ def _job(path: Path, number: int, line: str) -> dict[str, Any]:
     if not isinstance(sampling, dict) or set(sampling) - set(_SAMPLING):
         expected = f"an object with keys out of {', '.join(_SAMPLING)}"
         raise RequestError(problem(f"{where}, sampling", sampling, expected))
-    return {"id": job.get("id"), "input": job[prompts[0]], "sampling": sampling}
+    (name,) = prompts
+    if not isinstance(job[name], str if name == "prompt" else list):
+        raise RequestError(problem(f"{where}, {name}", job[name], "text" if name == "prompt" else "a list"))
+    return {"id": job.get("id"), "input": job[name], "sampling": sampling}
 
 
 def _sampling(args: argparse.Namespace) -> dict[str, Any]:

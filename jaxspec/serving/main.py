@@ -143,9 +143,9 @@ def _use_compilation_cache(folder: str | None) -> None:
     """Keeps executables between starts, in ~/.cache/jaxspec/xla unless the config names a folder."""
     import jax
 
-    from jaxspec.checkpoints.cache import cache_root
+    from jaxspec.checkpoints.cache import compilation_cache
 
-    path = Path(folder).expanduser() if folder else cache_root() / "xla"
+    path = Path(folder).expanduser() if folder else compilation_cache()
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -8,6 +8,7 @@ import uuid
 
 import grpc
 
+from jaxspec.decoding.request import SamplingParams
 from jaxspec.errors import problem
 from jaxspec.serving.admission import Admitted, admit
 from jaxspec.serving.facts import FORMAT_VERSION, Facts
@@ -70,7 +71,7 @@ class GenerationService(pb_grpc.GenerationServicer):
         admitted = await loop.run_in_executor(None, self._admit, request)
         ticket = self._worker.submit(admitted.prompt_ids, admitted.params, sink)
         try:
-            await self._stream(request.request_id or uuid.uuid4().hex, inbox, context)
+            await self._stream(request.request_id or uuid.uuid4().hex, admitted.params, inbox, context)
         finally:
             # A disconnect and a deadline arrive here as CancelledError; after a normal end this does nothing.
             self._worker.cancel(ticket)
@@ -85,7 +86,11 @@ class GenerationService(pb_grpc.GenerationServicer):
         return facts
 
     async def _stream(
-        self, request_id: str, inbox: asyncio.Queue[Delta | Failure], context: grpc.aio.ServicerContext
+        self,
+        request_id: str,
+        params: SamplingParams,
+        inbox: asyncio.Queue[Delta | Failure],
+        context: grpc.aio.ServicerContext,
     ) -> None:
         codec = self._worker.codec
         detokenizer = None if codec is None else Detokenizer(codec)
@@ -104,4 +109,5 @@ class GenerationService(pb_grpc.GenerationServicer):
                 response.finish_reason = _REASONS[reason]
             if item.usage is not None:
                 response.usage.CopyFrom(pb.Usage(**dataclasses.asdict(item.usage)))
+                response.context_limit = reason == "length" and item.usage.completion_tokens < params.max_new_tokens
             await context.write(response)

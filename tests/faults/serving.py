@@ -138,4 +138,28 @@ SERVING = [
         _SERVING_TEXT,
         "each piece is decoded like the beginning of a text and loses its leading space",
     ),
+    Mutant(
+        "serving-broken-bytes-unknown",
+        "jaxspec/serving/server.py",
+        "grpc.aio.server(interceptors=[RefuseBrokenBytes()], options=OPTIONS)",
+        "grpc.aio.server(options=OPTIONS)",
+        ("tests/serving/test_wire.py",),
+        "bytes that are no message come back as UNKNOWN, which a client may take for the server's fault",
+    ),
+    Mutant(
+        "serving-context-limit-not-said",
+        "jaxspec/serving/service.py",
+        'reason == "length" and item.usage.completion_tokens < params.max_new_tokens',
+        "False",
+        ("tests/serving/test_client.py",),
+        "an answer cut at the context limit looks like one of the length that was asked for",
+    ),
+    Mutant(
+        "client-truncates-float-ids",
+        "jaxspec/serving/client.py",
+        "pb.TokenIds(ids=list(prompt))",
+        "pb.TokenIds(ids=[int(token) for token in prompt])",
+        ("tests/serving/test_client.py",),
+        "1.5 is no token id",
+    ),
 ]

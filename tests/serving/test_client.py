@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import sys
 
 import pytest
 
@@ -45,6 +47,14 @@ def test_errors_are_typed_and_readable(client):
         client.complete("hi", temprature=1.0)
     with pytest.raises(RequestError, match="wire format"):
         client.complete([1, 2**40])
+    for prompt in ([1.5, 2], [1.0], [True], ["1"], 5):
+        with pytest.raises(RequestError, match="wire format"):
+            client.complete(prompt)
+    for wrong in ({"request_id": "\ud800"}, {"request_id": 3}):
+        with pytest.raises(RequestError, match="wire format"):
+            client.complete("hi", **wrong)
+    with pytest.raises(RequestError, match="wire format"):
+        client.complete("\ud800")
     with pytest.raises(ServerError, match="DEADLINE_EXCEEDED"):
         client.complete("hi", timeout=1e-9)
 
@@ -89,6 +99,26 @@ def test_command_takes_chat_ids_and_sampling(command):
     ]
     _, out, _ = command("--ids", "1,2,3", *options, "--stop-token-ids", str(stop), "--json")
     assert json.loads(out)["finish_reason"] == "stop" and len(json.loads(out)["token_ids"]) == 3
+
+
+def test_a_full_context_is_said(command, client):
+    """128 tokens of context, 5 of them the prompt's."""
+    assert not client.complete("hello", max_new_tokens=123).context_limit
+    answer = client.complete("hello", max_new_tokens=124)
+    assert answer.context_limit and answer.finish_reason == "length" and len(answer.token_ids) == 123
+    code, out, err = command("hello", "--max-new-tokens", "500")
+    assert code == 0 and out == answer.text + "\n"
+    assert "context was full after 123 new tokens" in err and err.count("\n") == 1
+    assert command("hello", "--max-new-tokens", "9")[2] == ""
+    assert json.loads(command("hello", "--max-new-tokens", "500", "--json")[1])["context_limit"] is True
+
+
+def test_command_reads_the_prompt_from_standard_input(command, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    assert command("-", "--max-new-tokens", "9")[1] == bytes(expected_answer(b"hello", 9)).decode() + "\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    code, _, err = command("-")
+    assert code == 2 and "standard input: nothing" in err
 
 
 def test_command_info(command):
@@ -141,6 +171,8 @@ def test_file_of_prompts_keeps_the_order(command, tmp_path):
         ('{"id": 1}', "one of"),
         ('{"prompt": "a", "token_ids": [1]}', "one of"),
         ('{"prompt": "a", "sampling": {"max_tokens": 3}}', "max_new_tokens"),
+        ('{"token_ids": "12"}', "token_ids: 12, expected a list"),
+        ('{"prompt": [1, 2]}', "expected text"),
     ],
 )
 def test_bad_lines_stop_before_anything_is_sent(command, served, tmp_path, line, word):
