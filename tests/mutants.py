@@ -15,7 +15,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.faults import conformance, ddtree, decoding, dflash2, drafters, eagle, planner, project, serving, training
+from tests.faults import (
+    conformance,
+    ddtree,
+    decoding,
+    dflash2,
+    drafters,
+    eagle,
+    pages,
+    planner,
+    project,
+    serving,
+    training,
+)
 from tests.helpers.mutation import Mutant, main
 
 MUTANTS: list[Mutant] = [
@@ -31,6 +43,7 @@ MUTANTS: list[Mutant] = [
     *dflash2.DFLASH2,
     *eagle.EAGLE,
     *planner.PLANNER,
+    *pages.PAGES,
 ]
 
 if __name__ == "__main__":

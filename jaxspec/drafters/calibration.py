@@ -41,7 +41,9 @@ class Calibration:
         fits = isinstance(found, list) and len(found) == num_proposals and all(map(_positive, found))
         if not fits:
             raise ConfigError(problem(f"{where}: temperatures", repr(found), f"{num_proposals} positive numbers"))
-        listed: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in said.items()}
+        listed: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in said.items()
+        }
         return cls(**listed)
 
     def save(self, path: Path) -> None:
