@@ -1,0 +1,221 @@
+"""The server's round: verification, plain decoding and prefill chunks in one target forward of a fixed size.
+
+The host says who takes part, on which pages and with what budget; the device alone knows anchors and positions, so that
+a round can be dispatched before the one before it was read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
+
+from jaxspec.decoding.plan import Schedule, allocate, verify_lengths
+from jaxspec.decoding.round import DecodeState, Program, SlotState, Weights
+from jaxspec.decoding.sampling import SlotSampling
+from jaxspec.drafters.base import Point, Proposal, Rows
+from jaxspec.drafters.draws import Purpose, inverse_cdf, round_keys, uniforms
+from jaxspec.models.attention import PagedParts
+from jaxspec.models.decoder import DecoderOutput
+from jaxspec.models.layout import RaggedLayout, ragged_layout
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class EngineState:
+    """What rounds hand on: the newest token of each slot, where it stands, and the pools."""
+
+    anchors: Int[Array, "slots"]
+    positions: Int[Array, "slots"]
+    target: Any
+    draft: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PrefillRows:
+    """Pieces of up to S prompts, one behind the other in C rows. A piece of 0 rows is padding and names no slot (an
+    index behind the last)."""
+
+    tokens: Int[Array, "C"]
+    next_tokens: Int[Array, "C"]  # meaningless at a prompt's last row
+    slots: Int[Array, "S"]
+    starts: Int[Array, "S"]
+    counts: Int[Array, "S"]
+    final: Bool[Array, "S"]  # the prompt ends here: its first token is drawn
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RoundInput:
+    """The host's part of a round, over the first R slots."""
+
+    decoding: Bool[Array, "R"]
+    page_table: Int[Array, "R P"]
+    limits: Int[Array, "R"]  # rows at and past it have no page: never written
+    proposals: Int[Array, "R"]  # most proposals that are verified
+    pinned: Bool[Array, "R"]  # verified in full, whatever the budget
+    budget: Int[Array, ""]  # proposals over all requests
+    seeds: UInt32[Array, "R 2"]  # low and high word
+    samples: Int[Array, "R"]
+    sampling: SlotSampling
+    prefill: PrefillRows | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RaggedOutput:
+    """New tokens of each request, the first `counts` of `tokens`, and the first token of each prompt that ended.
+
+    A `counts` of 0 for a decoding request says that its pages have no room for another token.
+    """
+
+    tokens: Int[Array, "R m1"]
+    counts: Int[Array, "R"]
+    verified: Int[Array, "R"]  # proposals that the target looked at
+    confidence: Float[Array, "slots m"]  # zeros where the method has none
+    first: Int[Array, "S"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RaggedProgram(Program):
+    """`Program` for requests that come and go in one forward. `schedule` spreads a budget over proposals by their
+    confidence; without it, or without a confidence, each request verifies its own `proposals`."""
+
+    schedule: Schedule | None = None
+
+    def init_engine_state(self, num_pages: int, dtype: Any, fill: float = 0.0) -> EngineState:
+        """All slots empty; pools of `num_pages` pages, the trash page among them."""
+        target, draft = self.init_pools(num_pages, dtype, fill)
+        zeros = jnp.zeros(self.num_slots, jnp.int32)
+        return EngineState(zeros, zeros, target, draft)
+
+    def ragged_round(
+        self, weights: Weights, state: EngineState, inputs: RoundInput, *, rows: int, drafting: bool
+    ) -> tuple[EngineState, RaggedOutput]:
+        """One round. `rows` (static) hold anchors and kept proposals: the host sees to it that they fit. Without
+        `drafting` nothing is proposed, and the drafter's context still grows."""
+        view = self._view(state, inputs)
+        keys = round_keys(view.slots.keys, view.slots.samples, view.slots.positions)
+        proposal = self.propose(weights, view, keys) if drafting else self._nothing(view)
+        lengths = self._lengths(view, proposal, inputs)
+        flat, layout = self.verify_rows(view, proposal, lengths, rows)
+        rows = flat.shape[0]
+        pieces, out = self._forward(weights, state, inputs, flat, layout)
+        logits = self.decoder.logits(weights.target, out.hidden[:rows])[layout.grid()[0]]
+        accepted = self.accept(view, proposal, logits, lengths, keys)
+        counts = jnp.where(view.slots.live, accepted.accepted + 1, 0)
+        after = self.commit(weights, view, proposal, accepted, out.features[:rows], out.caches, layout)
+        requests, m = inputs.decoding.shape[0], self.proposals
+        put = lambda whole, part: whole.at[:requests].set(part)  # noqa: E731
+        state = EngineState(
+            put(state.anchors, after.slots.anchors), put(state.positions, after.slots.positions), after.target,
+            after.draft,
+        )  # fmt: skip
+        first = jnp.zeros(0, jnp.int32)
+        if inputs.prefill is not None and pieces is not None:
+            state, first = self._start(weights, state, view, inputs.prefill, pieces, out, rows)
+        confidence = jnp.zeros((requests, m)) if proposal.confidence is None else proposal.confidence
+        below = ((0, self.num_slots - requests), (0, m - confidence.shape[1]))
+        return state, RaggedOutput(
+            tokens=_widen(accepted.tokens(proposal), m + 1),
+            counts=counts,
+            verified=jnp.where(view.slots.live, lengths, 0),
+            confidence=jnp.pad(confidence.astype(jnp.float32), below),
+            first=first,
+        )
+
+    @property
+    def proposals(self) -> int:
+        """m: the depth of a tree."""
+        return self.drafter.num_proposals if self.num_proposals is None else self.num_proposals
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _view(self, state: EngineState, inputs: RoundInput) -> DecodeState:
+        """The requests of this round as the five functions know them."""
+        requests = inputs.decoding.shape[0]
+        positions = state.positions[:requests]
+        slots = SlotState(
+            anchors=state.anchors[:requests],
+            positions=positions,
+            live=inputs.decoding & (positions < inputs.limits - 1),
+            generations=jnp.zeros(requests, jnp.int32),
+            keys=_request_keys(inputs.seeds),
+            samples=inputs.samples,
+            sampling=inputs.sampling,
+            page_table=inputs.page_table,
+        )
+        return DecodeState(slots, state.target, state.draft)
+
+    def _nothing(self, view: DecodeState) -> Proposal:
+        empty = jnp.zeros((view.slots.anchors.shape[0], 0), jnp.int32)
+        return Proposal(empty, Point(empty, self.decoder.config.vocab_size))
+
+    def _lengths(self, view: DecodeState, proposal: Proposal, inputs: RoundInput) -> Int[Array, "R"]:
+        """Proposals that are verified: what the request may have and its pages hold, by survival under a budget."""
+        m = proposal.tokens.shape[1] if proposal.tree is None else proposal.tree.max_depth
+        fits = verify_lengths(view.slots.positions, m, inputs.limits)
+        most = jnp.minimum(fits, inputs.proposals)
+        if self.schedule is None or proposal.confidence is None or proposal.tree is not None:
+            return most
+        pinned = inputs.pinned
+        rows = allocate(proposal.confidence, inputs.budget, self.schedule, view.slots.live, most, pinned)
+        return jnp.maximum(rows - 1, 0)
+
+    def _forward(
+        self, weights: Weights, state: EngineState, inputs: RoundInput, flat: Int[Array, "M"], layout: RaggedLayout
+    ) -> tuple[RaggedLayout | None, DecoderOutput]:
+        """Verification and prefill through the target together."""
+        prefill, pieces = inputs.prefill, None
+        layouts, positions = (layout,), layout.positions
+        if prefill is not None:
+            size = prefill.tokens.shape[0]
+            table = inputs.page_table.at[prefill.slots].get(mode="clip")
+            pieces = ragged_layout(prefill.starts, prefill.counts, table, size, size)
+            pieces = dataclasses.replace(pieces, owners=prefill.slots)
+            flat = jnp.concatenate([flat, jnp.where(pieces.valid, prefill.tokens, 0)])
+            layouts, positions = (layout, pieces), jnp.concatenate([positions, pieces.positions])
+        out = self.decoder.forward(
+            weights.target, flat, positions, PagedParts(layouts), state.target, self.drafter.taps
+        )
+        return pieces, out
+
+    def _start(
+        self,
+        weights: Weights,
+        state: EngineState,
+        view: DecodeState,
+        prefill: PrefillRows,
+        pieces: RaggedLayout,
+        out: DecoderOutput,
+        begin: int,
+    ) -> tuple[EngineState, Int[Array, "S"]]:
+        """The prompts' rows enter the drafter's context; a prompt that ends gets its first token, as its anchor."""
+        end = prefill.starts + prefill.counts
+        at = jnp.clip(pieces.starts + prefill.counts - 1, 0, prefill.tokens.shape[0] - 1)
+        logits = self.decoder.logits(weights.target, out.hidden[begin:][at])
+        of = lambda x: x.at[prefill.slots].get(mode="clip")  # noqa: E731
+        probs = jax.tree.map(of, view.slots.sampling).probabilities(logits)
+        keys = round_keys(of(view.slots.keys), of(view.slots.samples), end - 1)
+        first = inverse_cdf(probs, uniforms(keys, end[:, None], Purpose.TARGET)[:, 0])
+        row = jnp.arange(prefill.tokens.shape[0])
+        newest = (prefill.final & (prefill.counts > 0))[pieces.requests] & (row == at[pieces.requests])
+        following = jnp.where(newest, first[pieces.requests], prefill.next_tokens)
+        rows = Rows(out.features[begin:], prefill.tokens, following)
+        draft = self.drafter.commit(weights.draft, weights.shared, state.draft, rows, pieces)
+        put = lambda whole, part: whole.at[prefill.slots].set(part, mode="drop")  # noqa: E731
+        return EngineState(put(state.anchors, first), put(state.positions, end), state.target, draft), first
+
+
+def _request_keys(seeds: UInt32[Array, "R 2"]) -> Key[Array, "R"]:
+    """A request's key from the two words of its seed."""
+    return jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(seed[0]), seed[1]))(seeds)
+
+
+def _widen(values: Array, columns: int) -> Array:
+    """Zeros appended up to `columns`."""
+    return jnp.pad(values, ((0, 0), (0, columns - values.shape[1])))
