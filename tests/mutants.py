@@ -25,6 +25,7 @@ from tests.faults import (
     pages,
     planner,
     project,
+    sampling,
     serving,
     training,
 )
@@ -44,6 +45,7 @@ MUTANTS: list[Mutant] = [
     *eagle.EAGLE,
     *planner.PLANNER,
     *pages.PAGES,
+    *sampling.SAMPLING,
 ]
 
 if __name__ == "__main__":
