@@ -22,6 +22,7 @@ from tests.faults import (
     dflash2,
     drafters,
     eagle,
+    grammar,
     pages,
     planner,
     project,
@@ -46,6 +47,7 @@ MUTANTS: list[Mutant] = [
     *planner.PLANNER,
     *pages.PAGES,
     *sampling.SAMPLING,
+    *grammar.GRAMMAR,
 ]
 
 if __name__ == "__main__":
