@@ -22,9 +22,11 @@ from tests.faults import (
     dflash2,
     drafters,
     eagle,
+    grammar,
     pages,
     planner,
     project,
+    sampling,
     serving,
     training,
 )
@@ -44,6 +46,8 @@ MUTANTS: list[Mutant] = [
     *eagle.EAGLE,
     *planner.PLANNER,
     *pages.PAGES,
+    *sampling.SAMPLING,
+    *grammar.GRAMMAR,
 ]
 
 if __name__ == "__main__":

@@ -40,8 +40,8 @@ class PrefixCache:
     """Committed pages of past and present requests, the least recently used leaves evicted first.
 
     `lookahead` is 1 for a drafter whose row t depends on token t + 1 (EAGLE): a page is then known by its tokens and
-    the one behind them. `recomputed` rows at the end of a prompt are never taken from the cache: one, whose logits give the
-    first token, or a sliding layer's window, whose ring is not in the pages.
+    the one behind them. `recomputed` rows at the end of a prompt are never taken from the cache: one, whose logits give
+    the first token, or a sliding layer's window, whose ring is not in the pages.
     """
 
     def __init__(self, allocator: PageAllocator, *, lookahead: int = 0, recomputed: int = 1):
