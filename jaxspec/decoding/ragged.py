@@ -7,13 +7,16 @@ a round can be dispatched before the one before it was read.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
+from jaxspec.decoding.logprobs import Logprobs, logprobs
 from jaxspec.decoding.plan import Schedule, allocate, verify_lengths
+from jaxspec.decoding.processors import SlotRules
 from jaxspec.decoding.round import DecodeState, Program, SlotState, Weights
 from jaxspec.decoding.sampling import SlotSampling
 from jaxspec.drafters.base import Point, Proposal, Rows
@@ -32,6 +35,7 @@ class EngineState:
     positions: Int[Array, "slots"]
     target: Any
     draft: Any
+    history: SlotRules | None = None  # what penalties look at; its rules are the host's, one round after the other
 
 
 @jax.tree_util.register_dataclass
@@ -46,6 +50,22 @@ class PrefillRows:
     starts: Int[Array, "S"]
     counts: Int[Array, "S"]
     final: Bool[Array, "S"]  # the prompt ends here: its first token is drawn
+    fresh: Bool[Array, "S"]  # the request's first piece: what was known of the slot's history is another's
+    answers: Bool[Array, "C"]  # rows of the answer so far, which a preempted request runs again
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """`SlotRules` without its history."""
+
+    repetition: Float[Array, "R"]
+    presence: Float[Array, "R"]
+    frequency: Float[Array, "R"]
+    min_tokens: Int[Array, "R"]
+    bias_ids: Int[Array, "R B"]
+    bias: Float[Array, "R B"]
+    ends: Int[Array, "R E"]
 
 
 @jax.tree_util.register_dataclass
@@ -62,6 +82,8 @@ class RoundInput:
     seeds: UInt32[Array, "R 2"]  # low and high word
     samples: Int[Array, "R"]
     sampling: SlotSampling
+    logprobs: Bool[Array, "R"]  # whether the request wants them
+    rules: Rules | None = None
     prefill: PrefillRows | None = None
 
 
@@ -78,6 +100,9 @@ class RaggedOutput:
     verified: Int[Array, "R"]  # proposals that the target looked at
     confidence: Float[Array, "slots m"]  # zeros where the method has none
     first: Int[Array, "S"]
+    logprobs: Logprobs | None = None  # of `tokens`; zeros unless a request wants them
+    first_logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None  # row i of C: of the prompt's token behind it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,12 +111,15 @@ class RaggedProgram(Program):
     confidence; without it, or without a confidence, each request verifies its own `proposals`."""
 
     schedule: Schedule | None = None
+    rules: bool = False  # penalties, bias and min tokens can be asked for
+    max_logprobs: int | None = None  # ids beside the chosen one; None: log probabilities cannot be asked for
 
     def init_engine_state(self, num_pages: int, dtype: Any, fill: float = 0.0) -> EngineState:
         """All slots empty; pools of `num_pages` pages, the trash page among them."""
         target, draft = self.init_pools(num_pages, dtype, fill)
         zeros = jnp.zeros(self.num_slots, jnp.int32)
-        return EngineState(zeros, zeros, target, draft)
+        history = SlotRules.empty(self.num_slots, self.decoder.config.vocab_size) if self.rules else None
+        return EngineState(zeros, zeros, target, draft, history)
 
     def ragged_round(
         self, weights: Weights, state: EngineState, inputs: RoundInput, *, rows: int, drafting: bool
@@ -106,26 +134,45 @@ class RaggedProgram(Program):
         rows = flat.shape[0]
         pieces, out = self._forward(weights, state, inputs, flat, layout)
         logits = self.decoder.logits(weights.target, out.hidden[:rows])[layout.grid()[0]]
-        accepted = self.accept(view, proposal, logits, lengths, keys)
+        rules = self._rules(state, inputs)
+        processed = logits
+        if rules is not None:
+            before = layout.ancestors()[:, :, 1:] if layout.tree else None
+            processed = rules.apply(logits, proposal.tokens, view.slots.live, before=before)
+        accepted = self.accept(view, proposal, processed, lengths, keys)
         counts = jnp.where(view.slots.live, accepted.accepted + 1, 0)
+        tokens = accepted.tokens(proposal)
         after = self.commit(weights, view, proposal, accepted, out.features[:rows], out.caches, layout)
         requests, m = inputs.decoding.shape[0], self.proposals
         put = lambda whole, part: whole.at[:requests].set(part)  # noqa: E731
+        if rules is not None:
+            rules = rules.note_emitted(tokens, counts)
         state = EngineState(
-            put(state.anchors, after.slots.anchors), put(state.positions, after.slots.positions), after.target,
+            put(state.anchors, after.slots.anchors),
+            put(state.positions, after.slots.positions),
+            after.target,
             after.draft,
-        )  # fmt: skip
-        first = jnp.zeros(0, jnp.int32)
+            state.history if rules is None else jax.tree.map(put, state.history, rules),
+        )
+        if accepted.path is not None:  # log probabilities follow the accepted path
+            path = jnp.pad(accepted.path, ((0, 0), (1, 0)))
+            logits = jnp.take_along_axis(logits, path[..., None], axis=1)
+        wanted = jnp.any(inputs.logprobs)
+        values = self._logprobs(wanted, lambda: (logits, tokens), tokens.shape)
+        start = Started(state, jnp.zeros(0, jnp.int32))
         if inputs.prefill is not None and pieces is not None:
-            state, first = self._start(weights, state, view, inputs.prefill, pieces, out, rows)
+            start = self._start(weights, state, view, inputs, inputs.prefill, pieces, out, rows)
         confidence = jnp.zeros((requests, m)) if proposal.confidence is None else proposal.confidence
         below = ((0, self.num_slots - requests), (0, m - confidence.shape[1]))
-        return state, RaggedOutput(
-            tokens=_widen(accepted.tokens(proposal), m + 1),
+        return start.state, RaggedOutput(
+            tokens=_widen(tokens, m + 1),
             counts=counts,
             verified=jnp.where(view.slots.live, lengths, 0),
             confidence=jnp.pad(confidence.astype(jnp.float32), below),
-            first=first,
+            first=start.tokens,
+            logprobs=values,
+            first_logprobs=start.logprobs,
+            prompt_logprobs=start.prompt_logprobs,
         )
 
     @property
@@ -171,7 +218,8 @@ class RaggedProgram(Program):
     ) -> tuple[RaggedLayout | None, DecoderOutput]:
         """Verification and prefill through the target together."""
         prefill, pieces = inputs.prefill, None
-        layouts, positions = (layout,), layout.positions
+        layouts: tuple[RaggedLayout, ...] = (layout,)
+        positions = layout.positions
         if prefill is not None:
             size = prefill.tokens.shape[0]
             table = inputs.page_table.at[prefill.slots].get(mode="clip")
@@ -189,26 +237,97 @@ class RaggedProgram(Program):
         weights: Weights,
         state: EngineState,
         view: DecodeState,
+        inputs: RoundInput,
         prefill: PrefillRows,
         pieces: RaggedLayout,
         out: DecoderOutput,
         begin: int,
-    ) -> tuple[EngineState, Int[Array, "S"]]:
+    ) -> Started:
         """The prompts' rows enter the drafter's context; a prompt that ends gets its first token, as its anchor."""
+        hidden, features = out.hidden[begin:], out.features[begin:]
         end = prefill.starts + prefill.counts
         at = jnp.clip(pieces.starts + prefill.counts - 1, 0, prefill.tokens.shape[0] - 1)
-        logits = self.decoder.logits(weights.target, out.hidden[begin:][at])
         of = lambda x: x.at[prefill.slots].get(mode="clip")  # noqa: E731
-        probs = jax.tree.map(of, view.slots.sampling).probabilities(logits)
+        logits = self.decoder.logits(weights.target, hidden[at])
+        ends = prefill.final & (prefill.counts > 0)
+        processed, history = logits, state.history
+        if history is not None:
+            history = _note_prompt(history, prefill, pieces)
+            rules = jax.tree.map(of, self._with(history, inputs))
+            nothing = jnp.zeros((prefill.slots.shape[0], 0), jnp.int32)
+            processed = rules.apply(logits[:, None], nothing, ends)[:, 0]
+        probs = jax.tree.map(of, view.slots.sampling).probabilities(processed)
         keys = round_keys(of(view.slots.keys), of(view.slots.samples), end - 1)
         first = inverse_cdf(probs, uniforms(keys, end[:, None], Purpose.TARGET)[:, 0])
         row = jnp.arange(prefill.tokens.shape[0])
-        newest = (prefill.final & (prefill.counts > 0))[pieces.requests] & (row == at[pieces.requests])
+        newest = ends[pieces.requests] & (row == at[pieces.requests])
         following = jnp.where(newest, first[pieces.requests], prefill.next_tokens)
-        rows = Rows(out.features[begin:], prefill.tokens, following)
-        draft = self.drafter.commit(weights.draft, weights.shared, state.draft, rows, pieces)
+        draft = self.drafter.commit(
+            weights.draft, weights.shared, state.draft, Rows(features, prefill.tokens, following), pieces
+        )
         put = lambda whole, part: whole.at[prefill.slots].set(part, mode="drop")  # noqa: E731
-        return EngineState(put(state.anchors, first), put(state.positions, end), state.target, draft), first
+        if history is not None:
+            drawn = history.counts.at[prefill.slots, first].add(ends.astype(jnp.int32), mode="drop")
+            emitted = history.emitted.at[prefill.slots].add(ends.astype(jnp.int32), mode="drop")
+            history = dataclasses.replace(history, counts=drawn, emitted=emitted)
+        wanted = jnp.any(of(inputs.logprobs) & (prefill.counts > 0))
+        rows_of_prompt = lambda: (self.decoder.logits(weights.target, hidden), following)  # noqa: E731
+        return Started(
+            EngineState(put(state.anchors, first), put(state.positions, end), state.target, draft, history),
+            first,
+            self._logprobs(wanted, lambda: (logits, first), first.shape),
+            self._logprobs(wanted, rows_of_prompt, following.shape),
+        )
+
+    def _with(self, history: SlotRules, inputs: RoundInput) -> SlotRules:
+        """The host's rules and the history of the first R slots."""
+        assert inputs.rules is not None
+        own = {field.name: getattr(inputs.rules, field.name) for field in dataclasses.fields(Rules)}
+        seen = {name: getattr(history, name)[: inputs.decoding.shape[0]] for name in ("emitted", "counts", "prompt")}
+        return SlotRules(**own, **seen)
+
+    def _rules(self, state: EngineState, inputs: RoundInput) -> SlotRules | None:
+        return None if state.history is None else self._with(state.history, inputs)
+
+    def _logprobs(
+        self, wanted: Bool[Array, ""], rows: Callable[[], tuple[Array, Array]], shape: tuple[int, ...]
+    ) -> Logprobs | None:
+        """Of raw logits and the tokens behind them, computed only if somebody wants them."""
+        top = self.max_logprobs
+        if top is None:
+            return None
+
+        def nothing() -> Logprobs:
+            zeros = lambda dtype, *more: jnp.zeros((*shape, *more), dtype)  # noqa: E731
+            return Logprobs(zeros(jnp.float32), zeros(jnp.int32), zeros(jnp.int32, top), zeros(jnp.float32, top))
+
+        return jax.lax.cond(wanted, lambda: logprobs(*rows(), top), nothing)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """What a round's prefill brought."""
+
+    state: EngineState
+    tokens: Int[Array, "S"]
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+
+
+def _note_prompt(history: SlotRules, prefill: PrefillRows, pieces: RaggedLayout) -> SlotRules:
+    """The pieces' tokens become their slots' history; a fresh request's begins empty."""
+    nobody = history.emitted.shape[0]
+    anew = jnp.where(prefill.fresh & (prefill.counts > 0), prefill.slots, nobody)
+    owner = jnp.where(pieces.valid, prefill.slots[pieces.requests], nobody)
+    answers = prefill.answers.astype(jnp.int32)
+    clear = lambda x: x.at[anew].set(jnp.zeros((), x.dtype), mode="drop")  # noqa: E731
+    return dataclasses.replace(
+        history,
+        emitted=clear(history.emitted).at[owner].add(answers, mode="drop"),
+        counts=clear(history.counts).at[owner, prefill.tokens].add(answers, mode="drop"),
+        prompt=clear(history.prompt).at[owner, prefill.tokens].max(~prefill.answers, mode="drop"),
+    )
 
 
 def _request_keys(seeds: UInt32[Array, "R 2"]) -> Key[Array, "R"]:

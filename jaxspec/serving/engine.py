@@ -1,4 +1,4 @@
-"""Continuous batching over the ragged round: requests with their own lengths, pages and budgets on fixed executables.
+"""Continuous batching over the ragged round: requests with their own lengths, pages and budgets, fixed executables.
 
 Round n + 1 is dispatched before round n is read. The host trims at stop tokens and limits when it reads, one round
 late; what an ended or preempted request still gets from a round in flight is dropped.
@@ -21,10 +21,11 @@ import numpy as np
 
 from jaxspec.decoding.compilations import CompilationCounter
 from jaxspec.decoding.plan import Schedule
-from jaxspec.decoding.ragged import PrefillRows, RaggedProgram, RoundInput
+from jaxspec.decoding.processors import LogitRules, SlotRules, slot_rules
+from jaxspec.decoding.ragged import PrefillRows, RaggedProgram, RoundInput, Rules
 from jaxspec.decoding.request import SamplingParams, validate_prompt
 from jaxspec.decoding.round import Weights
-from jaxspec.decoding.runner import DraftLike, Event, TargetLike
+from jaxspec.decoding.runner import DraftLike, Event, TargetLike, TokenLogprob
 from jaxspec.decoding.sampling import SlotSampling
 from jaxspec.drafters.base import Shared
 from jaxspec.drafters.none import NoDrafter
@@ -33,13 +34,15 @@ from jaxspec.serving.buckets import round_rows, round_up
 from jaxspec.serving.budget import BudgetPlanner
 from jaxspec.serving.confidence_ring import ConfidenceRelay
 from jaxspec.serving.cost import CostTable
+from jaxspec.serving.ending import AnswerEnd
 from jaxspec.serving.pages import PageAllocator, PageLease, rows_in_flight
 from jaxspec.serving.prefix import PrefixCache
+from jaxspec.serving.text import Codec
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Shape:
-    """What an executable is compiled for: R slots, rows for anchors and proposals, whether it drafts, C prefill rows."""
+    """What an executable is made for: R slots, rows for anchors and proposals, whether it drafts, C prefill rows."""
 
     slots: int
     rows: int
@@ -68,13 +71,15 @@ class _Request:
     params: SamplingParams
     sample: int
     seed: int
-    stops: frozenset[int]
+    ending: AnswerEnd
+    rules: Rules | None  # one row, where it asks for any
     lease: PageLease
     phase: Phase = Phase.WAITING
     emitted: list[int] = dataclasses.field(default_factory=list)
     text: list[int] = dataclasses.field(default_factory=list)  # what prefill runs over; `tokens` when it began
     epoch: int = 0  # rounds dispatched before a preemption are of an earlier one
     unread: int = 0  # rounds in flight that draft for it
+    prompt_logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
 
     @property
     def tokens(self) -> list[int]:
@@ -88,7 +93,20 @@ class _Flight:
 
     output: Any
     rows: list[tuple[_Request, int]]  # request, epoch
-    ends: list[tuple[int, _Request, int]]  # piece, request, epoch
+    pieces: list[_Piece]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """`count` rows of a request's text from `start`, the `index`-th piece of its round, at row `at` of the chunk."""
+
+    index: int
+    request: _Request
+    epoch: int
+    start: int
+    count: int
+    final: bool
+    at: int
 
 
 class Engine:
@@ -117,6 +135,9 @@ class Engine:
         overlap: bool = True,
         prefix_cache: bool = True,
         cost_table: CostTable | None = None,
+        rules: bool = True,
+        max_logprobs: int | None = 20,
+        codec: Codec | None = None,
         cache_fill: float = 0.0,
     ):
         decoder = target.model
@@ -139,12 +160,16 @@ class Engine:
             acceptance=acceptance,
             num_proposals=num_proposals,
             schedule=Schedule(proposals) if scheduled else None,
+            rules=rules,
+            max_logprobs=max_logprobs,
         )
+        self._codec = codec
         whole = 1 + num_slots * self.program.pages_per_slot
         num_pages = whole if num_pages is None else num_pages
         least = 1 + self.program.pages_per_slot if getattr(drafter, "context_in_pages", True) else whole
         if num_pages < least:
-            raise ConfigError(problem("engine.num_pages", num_pages, f"at least {least}, for max_context {max_context}"))
+            wanted = f"at least {least}, for max_context {max_context}"
+            raise ConfigError(problem("engine.num_pages", num_pages, wanted))
         self.weights = Weights(target.params, draft.params if draft is not None else {}, shared)
         self._allocator = PageAllocator(num_pages, page_size)
         self._cache = PrefixCache(self._allocator, lookahead=getattr(drafter, "context_lookahead", 0))
@@ -154,7 +179,11 @@ class Engine:
         self._rows_each = proposals + 1
         self._written = max(proposals, drafter.tree_nodes) + 1  # rows that one round may write for a request
         self._shares = row_shares if scheduled else ()
-        self._planner = BudgetPlanner(cost_table, Schedule(proposals), num_slots) if scheduled else None
+        self._planner = (
+            BudgetPlanner(cost_table, self.program.schedule, num_slots)
+            if cost_table and self.program.schedule
+            else None
+        )
         self._relay = ConfidenceRelay(self._host)
         self._eos = frozenset(decoder.config.eos_token_ids if eos_token_ids is None else eos_token_ids)
         self._lag = 1 if overlap else 0
@@ -267,6 +296,14 @@ class Engine:
         """Raises RequestError if this request can never be served."""
         params.validate(self.vocab_size)
         validate_prompt(prompt, self.vocab_size, self.max_context)
+        most = self.program.max_logprobs
+        if params.logprobs is not None and (most is None or params.logprobs > most):
+            limit = "none: engine.max_logprobs is off" if most is None else f"at most {most} (engine.max_logprobs)"
+            raise RequestError(problem("logprobs", params.logprobs, limit))
+        if params.rules != LogitRules() and not self.program.rules:
+            raise RequestError(problem("sampling", "penalties, bias or min tokens", "none: engine.rules is off"))
+        self._ending(prompt, params)
+        self._rules(params)
 
     def admit(self, prompt: Sequence[int], params: SamplingParams, sample: int = 0) -> int:
         """Gives a request a slot and returns its handle; its prompt runs in the next rounds.
@@ -292,7 +329,8 @@ class Engine:
             params,
             sample,
             secrets.randbits(63) if params.seed is None else params.seed,
-            frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos),
+            self._ending(prompt, params),
+            self._rules(params),
             PageLease(self._allocator.page_size, []),
         )
         return handle
@@ -308,7 +346,7 @@ class Engine:
         return events
 
     def cancel(self, handle: int) -> None:
-        """Frees the request's slot and pages; nothing more is reported of it. Unknown or finished handles are ignored."""
+        """Frees the request's slot and pages; nothing more is reported of it. Harmless for unknown or ended handles."""
         for request in self._requests():
             if request.handle == handle:
                 self._end(request)
@@ -317,6 +355,25 @@ class Engine:
     def drop_prefixes(self) -> None:
         """Empties the prefix cache."""
         self._cache.clear()
+
+    def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        return tuple(sorted({*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}))
+
+    def _ending(self, prompt: Sequence[int], params: SamplingParams) -> AnswerEnd:
+        return AnswerEnd(
+            min(params.max_new_tokens, self.max_context - len(prompt)),
+            stop_ids=self._stop_ids(params),
+            stops=params.stop,
+            codec=self._codec if params.stop else None,
+            min_tokens=params.rules.min_tokens,
+        )
+
+    def _rules(self, params: SamplingParams) -> Rules | None:
+        """The request's row of `Rules`."""
+        if params.rules == LogitRules():
+            return None
+        row = slot_rules(params.rules, self._stop_ids(params), self.vocab_size)
+        return Rules(*(np.asarray(getattr(row, field.name)[0]) for field in dataclasses.fields(Rules)))
 
     # -- a round ------------------------------------------------------------------------------------------------------
 
@@ -333,7 +390,7 @@ class Engine:
         pieces = list(self._prefill_pieces()) if self.preemptions == before else []
         if not decoding and not pieces:
             return False
-        taking_part = decoding + [request for request, *_ in pieces]
+        taking_part = decoding + [piece.request for piece in pieces]
         slots = round_up(1 + max(request.slot for request in taking_part), self._slot_buckets)
         assert slots is not None
         prefill = self._chunk if pieces else 0
@@ -346,17 +403,15 @@ class Engine:
             owners = np.zeros(self.num_slots, np.int64)
             owners[[request.slot for request in decoding]] = [request.handle for request in decoding]
             self._relay.publish(output.confidence, owners)
-        ends = []
-        for index, (request, _, count, final) in enumerate(pieces):
-            request.lease.commit(count)
-            if final:
-                request.phase = Phase.DECODING
-                ends.append((index, request, request.epoch))
-                if self._share:
-                    self._cache.insert(request.text, request.lease)
+        for piece in pieces:
+            piece.request.lease.commit(piece.count)
+            if piece.final:
+                piece.request.phase = Phase.DECODING
+                if self._shares_pages(piece.request):
+                    self._cache.insert(piece.request.text, piece.request.lease)
         for request in decoding:
             request.unread += 1
-        self._flights.append(_Flight(output, [(request, request.epoch) for request in decoding], ends))
+        self._flights.append(_Flight(output, [(request, request.epoch) for request in decoding], pieces))
         return True
 
     def _plan(self, decoding: list[_Request], prefill: int) -> tuple[int, int]:
@@ -395,24 +450,22 @@ class Engine:
         request.epoch += 1
         request.unread = 0
 
-    def _prefill_pieces(self) -> Iterator[tuple[_Request, int, int, bool]]:
-        """(request, first row, rows, whether the prompt ends) of up to `prefill_pieces` prompts, oldest first: a
-        request without pages holds up those behind it."""
-        left = self._chunk
-        for request in self._requests(Phase.WAITING, Phase.PREFILL)[: self._pieces]:
-            if request.phase is Phase.WAITING and not self._open(request):
+    def _prefill_pieces(self) -> Iterator[_Piece]:
+        """Up to `prefill_pieces` prompts in a chunk, oldest first: a request without pages holds up those behind it."""
+        at = 0
+        for index, request in enumerate(self._requests(Phase.WAITING, Phase.PREFILL)[: self._pieces]):
+            if at == self._chunk or (request.phase is Phase.WAITING and not self._open(request)):
                 return
             start = request.lease.committed
-            count = min(left, len(request.text) - start)
-            left -= count
-            yield request, start, count, start + count == len(request.text)
-            if not left:
-                return
+            count = min(self._chunk - at, len(request.text) - start)
+            yield _Piece(index, request, request.epoch, start, count, start + count == len(request.text), at)
+            at += count
 
     def _open(self, request: _Request) -> bool:
         """Pages for the whole text of a request, those of a known prefix first."""
         request.text = request.tokens
-        if self._share:
+        request.prompt_logprobs.clear()
+        if self._shares_pages(request):
             request.lease = self._cache.open(request.text)
         limit = self.max_context + self.program.drafter.tree_nodes
         rows = len(request.text) - request.lease.committed + rows_in_flight(self._lag, self._written)
@@ -426,17 +479,18 @@ class Engine:
         self,
         shape: Shape,
         decoding: list[_Request],
-        pieces: list[tuple[_Request, int, int, bool]],
+        pieces: list[_Piece],
         budget: int,
     ) -> RoundInput:
         slots = shape.slots
         zeros = lambda dtype=np.int32: np.zeros(slots, dtype)  # noqa: E731
-        alive, pinned = zeros(bool), zeros(bool)
+        alive, pinned, logprobs = zeros(bool), zeros(bool), zeros(bool)
+        rules = _no_rules(slots) if self.program.rules else None
         limits, proposals, samples, top_k = zeros(), zeros(), zeros(), zeros()
         temperature, min_p, top_p = zeros(np.float32), zeros(np.float32), np.ones(slots, np.float32)
         seeds = np.zeros((slots, 2), np.uint32)
         table = np.zeros((slots, self.program.pages_per_slot), np.int32)
-        for request in decoding + [request for request, *_ in pieces]:
+        for request in decoding + [piece.request for piece in pieces]:
             slot, params = request.slot, request.params
             table[slot] = request.lease.table_row(table.shape[1])
             limits[slot] = min(self.max_context, request.lease.allocated - self.program.drafter.tree_nodes)
@@ -446,29 +500,35 @@ class Engine:
             samples[slot] = request.sample
             temperature[slot], top_p[slot], min_p[slot] = params.temperature, params.top_p, params.min_p
             top_k[slot] = min(params.top_k, self.vocab_size)
+            logprobs[slot] = params.logprobs is not None
+            if rules is not None and request.rules is not None:
+                for field in dataclasses.fields(Rules):
+                    getattr(rules, field.name)[slot] = getattr(request.rules, field.name)
         for request in decoding:
             alive[request.slot] = True
         inputs = RoundInput(
             alive, table, limits, proposals, pinned, np.int32(budget), seeds, samples,
-            SlotSampling(temperature, top_k, top_p, min_p),
+            SlotSampling(temperature, top_k, top_p, min_p), logprobs, rules,
             self._prefill_rows(pieces) if shape.prefill else None,
         )  # fmt: skip
         return jax.device_put(inputs, self._device)
 
-    def _prefill_rows(self, pieces: list[tuple[_Request, int, int, bool]]) -> PrefillRows:
+    def _prefill_rows(self, pieces: list[_Piece]) -> PrefillRows:
         tokens, following = np.zeros(self._chunk, np.int32), np.zeros(self._chunk, np.int32)
+        answers = np.zeros(self._chunk, bool)
         slots = np.full(self._pieces, self.num_slots, np.int32)
         starts, counts = np.zeros(self._pieces, np.int32), np.zeros(self._pieces, np.int32)
-        finals = np.zeros(self._pieces, bool)
-        at = 0
-        for index, (request, start, count, final) in enumerate(pieces):
-            here = request.text[start : start + count]
-            behind = request.text[start + 1 : start + count + 1]
-            tokens[at : at + count] = here
-            following[at : at + len(behind)] = behind
-            slots[index], starts[index], counts[index], finals[index] = request.slot, start, count, final
-            at += count
-        return PrefillRows(tokens, following, slots, starts, counts, finals)
+        finals, fresh = np.zeros(self._pieces, bool), np.zeros(self._pieces, bool)
+        for piece in pieces:
+            request, end = piece.request, piece.start + piece.count
+            behind = request.text[piece.start + 1 : end + 1]
+            rows = slice(piece.at, piece.at + piece.count)
+            tokens[rows] = request.text[piece.start : end]
+            following[piece.at : piece.at + len(behind)] = behind
+            answers[rows] = np.arange(piece.start, end) >= len(request.prompt)
+            slots[piece.index], starts[piece.index], counts[piece.index] = request.slot, piece.start, piece.count
+            finals[piece.index], fresh[piece.index] = piece.final, piece.start == 0
+        return PrefillRows(tokens, following, slots, starts, counts, finals, fresh, answers)
 
     # -- its results --------------------------------------------------------------------------------------------------
 
@@ -478,36 +538,43 @@ class Engine:
         return jax.device_get(value)
 
     def _read(self, flight: _Flight) -> None:
-        out = self._host((flight.output.tokens, flight.output.counts, flight.output.verified, flight.output.first))
-        tokens, counts, verified, first = out
-        for piece, request, epoch in flight.ends:
-            if request.epoch == epoch and request.phase is not Phase.ENDED:
-                self._emit(request, [int(first[piece])], from_round=False)
+        output = flight.output
+        tokens, counts, verified, first = self._host((output.tokens, output.counts, output.verified, output.first))
+        members = [piece.request for piece in flight.pieces] + [request for request, _ in flight.rows]
+        if any(request.params.logprobs is not None for request in members):
+            said = self._host((output.logprobs, output.first_logprobs, output.prompt_logprobs))
+            round_logprobs, first_logprobs, prompt_logprobs = said
+        else:
+            round_logprobs = first_logprobs = prompt_logprobs = None
+        for piece in flight.pieces:
+            request = piece.request
+            if request.epoch != piece.epoch or request.phase is Phase.ENDED:
+                continue
+            if request.params.prompt_logprobs and not request.emitted:
+                request.prompt_logprobs += _prompt_logprobs(piece, prompt_logprobs)
+            if piece.final:
+                new = [int(first[piece.index])]
+                said = _token_logprobs(request, first_logprobs, slice(piece.index, piece.index + 1), new)
+                prompt, request.prompt_logprobs = tuple(request.prompt_logprobs), []
+                self._emit(request, new, said, from_round=False, prompt_logprobs=prompt)
         for request, epoch in flight.rows:
             if request.epoch != epoch or request.phase is Phase.ENDED:
                 continue
             request.unread -= 1
             count = int(counts[request.slot])
             request.lease.commit(count)
-            proposed = int(verified[request.slot])
             new = tokens[request.slot, :count].tolist()
-            self._emit(request, new, accepted=max(count - 1, 0), proposed=proposed)
+            said = _token_logprobs(request, round_logprobs, request.slot, new)
+            self._emit(request, new, said, accepted=max(count - 1, 0), proposed=int(verified[request.slot]))
 
-    def _emit(self, request: _Request, tokens: list[int], **about: Any) -> None:
-        """Trims at the first stop token or limit, reports, and frees the slot of a finished request."""
-        room = min(request.params.max_new_tokens, self.max_context - len(request.prompt)) - len(request.emitted)
-        kept: list[int] = []
-        reason = None
-        for token in tokens[:room]:
-            kept.append(token)
-            if token in request.stops:
-                reason = "stop"
-                break
-        if reason is None and len(kept) == room:
-            reason = "length"
-        request.emitted += kept
-        self._pending.append(Event(request.handle, tuple(kept), reason, **about))
-        if reason is not None:
+    def _emit(self, request: _Request, tokens: list[int], logprobs: list[TokenLogprob], **about: Any) -> None:
+        """Trims at the answer's end, reports, and frees the slot of a finished request."""
+        kept = request.ending.push(tokens)
+        request.emitted += kept.tokens
+        said = tuple(logprobs[: len(kept.tokens)])
+        event = Event(request.handle, kept.tokens, kept.reason, text=kept.text, logprobs=said, **about)
+        self._pending.append(event)
+        if kept.reason is not None:
             self._end(request)
 
     def _end(self, request: _Request) -> None:
@@ -517,10 +584,14 @@ class Engine:
 
     def _close(self, request: _Request) -> None:
         """Gives the pages back; the full ones stay known to the prefix cache until they are evicted."""
-        if self._share:
+        if self._shares_pages(request):
             self._cache.close(request.tokens, request.lease)
         else:
             request.lease.release(self._allocator)
+
+    def _shares_pages(self, request: _Request) -> bool:
+        """Whether a cached prefix may stand for its rows: not where each of the prompt's rows has something to say."""
+        return self._share and request.rules is None and not request.params.prompt_logprobs
 
     def _row_grid(self, slots: int) -> tuple[int, ...]:
         """Row buckets of R slots when drafting."""
@@ -540,3 +611,31 @@ def _slot_buckets(num_slots: int, asked: Sequence[int]) -> tuple[int, ...]:
 def _pinned(request: _Request) -> bool:
     """An explicit seed promises ids that do not depend on the load: every proposal is verified."""
     return request.params.seed is not None and request.params.temperature > 0
+
+
+def _token_logprobs(request: _Request, values: Any, where: Any, tokens: list[int]) -> list[TokenLogprob]:
+    """One a token, where the request asked for them."""
+    top = request.params.logprobs
+    if top is None:
+        return []
+    rows = jax.tree.map(lambda x: x[where], values)
+    return [
+        TokenLogprob(
+            token,
+            float(rows.chosen[row]),
+            int(rows.rank[row]),
+            tuple(zip(rows.ids[row, :top].tolist(), rows.values[row, :top].tolist(), strict=True)),
+        )
+        for row, token in enumerate(tokens)
+    ]
+
+
+def _prompt_logprobs(piece: _Piece, values: Any) -> list[TokenLogprob]:
+    """Of the tokens behind the piece's rows, as far as they are the prompt's."""
+    following = piece.request.prompt[piece.start + 1 : piece.start + piece.count + 1]
+    return _token_logprobs(piece.request, values, slice(piece.at, piece.at + len(following)), following)
+
+
+def _no_rules(slots: int) -> Rules:
+    row = SlotRules.empty(1, 1)
+    return Rules(*(np.repeat(np.asarray(getattr(row, field.name)), slots, 0) for field in dataclasses.fields(Rules)))
