@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from jaxspec.decoding.logprobs import Logprobs, logprobs
 from jaxspec.decoding.plan import Schedule, allocate, verify_lengths
-from jaxspec.decoding.processors import SlotRules
+from jaxspec.decoding.processors import SlotRules, unpack_mask
 from jaxspec.decoding.round import DecodeState, Program, SlotState, Weights
 from jaxspec.decoding.sampling import SlotSampling
 from jaxspec.drafters.base import Point, Proposal, Rows
@@ -105,6 +105,29 @@ class RaggedOutput:
     prompt_logprobs: Logprobs | None = None  # row i of C: of the prompt's token behind it
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pending:
+    """A round between the target's forward and acceptance."""
+
+    proposal: Proposal
+    lengths: Int[Array, "R"]
+    layout: RaggedLayout
+    pieces: RaggedLayout | None
+    hidden: Float[Array, "rows H"]  # verification's rows, and behind them prefill's
+    features: Float[Array, "rows TH"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Masks:
+    """Packed masks (`jaxspec.decoding.processors.unpack_mask`) of each row of a block, and of each prompt's end; all
+    bits set where nothing is asked."""
+
+    rows: Int[Array, "R m1 W"]
+    first: Int[Array, "S W"]
+
+
 @dataclasses.dataclass(frozen=True)
 class RaggedProgram(Program):
     """`Program` for requests that come and go in one forward. `schedule` spreads a budget over proposals by their
@@ -126,23 +149,42 @@ class RaggedProgram(Program):
     ) -> tuple[EngineState, RaggedOutput]:
         """One round. `rows` (static) hold anchors and kept proposals: the host sees to it that they fit. Without
         `drafting` nothing is proposed, and the drafter's context still grows."""
+        state, pending = self.begin(weights, state, inputs, rows=rows, drafting=drafting)
+        return self.finish(weights, state, pending, inputs)
+
+    def begin(
+        self, weights: Weights, state: EngineState, inputs: RoundInput, *, rows: int, drafting: bool
+    ) -> tuple[EngineState, Pending]:
+        """The first half of a round, whose proposals a host may read while the target runs, to build its masks."""
         view = self._view(state, inputs)
         keys = round_keys(view.slots.keys, view.slots.samples, view.slots.positions)
         proposal = self.propose(weights, view, keys) if drafting else self._nothing(view)
         lengths = self._lengths(view, proposal, inputs)
         flat, layout = self.verify_rows(view, proposal, lengths, rows)
-        rows = flat.shape[0]
         pieces, out = self._forward(weights, state, inputs, flat, layout)
-        logits = self.decoder.logits(weights.target, out.hidden[:rows])[layout.grid()[0]]
+        state = dataclasses.replace(state, target=out.caches)
+        proposal = dataclasses.replace(proposal, trace=None)
+        return state, Pending(proposal, lengths, layout, pieces, out.hidden, out.features)
+
+    def finish(
+        self, weights: Weights, state: EngineState, pending: Pending, inputs: RoundInput, masks: Masks | None = None
+    ) -> tuple[EngineState, RaggedOutput]:
+        """The second half: acceptance, under a grammar's masks where there are any, and commit."""
+        proposal, lengths, layout = pending.proposal, pending.lengths, pending.layout
+        view = self._view(state, inputs)
+        keys = round_keys(view.slots.keys, view.slots.samples, view.slots.positions)
+        rows = layout.positions.shape[0]
+        logits = self.decoder.logits(weights.target, pending.hidden[:rows])[layout.grid()[0]]
         rules = self._rules(state, inputs)
         processed = logits
         if rules is not None:
             before = layout.ancestors()[:, :, 1:] if layout.tree else None
-            processed = rules.apply(logits, proposal.tokens, view.slots.live, before=before)
+            allowed = None if masks is None else unpack_mask(masks.rows[:, : logits.shape[1]], logits.shape[-1])
+            processed = rules.apply(logits, proposal.tokens, view.slots.live, allowed, before)
         accepted = self.accept(view, proposal, processed, lengths, keys)
         counts = jnp.where(view.slots.live, accepted.accepted + 1, 0)
         tokens = accepted.tokens(proposal)
-        after = self.commit(weights, view, proposal, accepted, out.features[:rows], out.caches, layout)
+        after = self.commit(weights, view, proposal, accepted, pending.features[:rows], state.target, layout)
         requests, m = inputs.decoding.shape[0], self.proposals
         put = lambda whole, part: whole.at[:requests].set(part)  # noqa: E731
         if rules is not None:
@@ -160,8 +202,8 @@ class RaggedProgram(Program):
         wanted = jnp.any(inputs.logprobs)
         values = self._logprobs(wanted, lambda: (logits, tokens), tokens.shape)
         start = Started(state, jnp.zeros(0, jnp.int32))
-        if inputs.prefill is not None and pieces is not None:
-            start = self._start(weights, state, view, inputs, inputs.prefill, pieces, out, rows)
+        if inputs.prefill is not None and pending.pieces is not None:
+            start = self._start(weights, state, view, inputs, inputs.prefill, pending, masks)
         confidence = jnp.zeros((requests, m)) if proposal.confidence is None else proposal.confidence
         below = ((0, self.num_slots - requests), (0, m - confidence.shape[1]))
         return start.state, RaggedOutput(
@@ -239,12 +281,13 @@ class RaggedProgram(Program):
         view: DecodeState,
         inputs: RoundInput,
         prefill: PrefillRows,
-        pieces: RaggedLayout,
-        out: DecoderOutput,
-        begin: int,
+        pending: Pending,
+        masks: Masks | None,
     ) -> Started:
         """The prompts' rows enter the drafter's context; a prompt that ends gets its first token, as its anchor."""
-        hidden, features = out.hidden[begin:], out.features[begin:]
+        begin, pieces = pending.layout.positions.shape[0], pending.pieces
+        assert pieces is not None
+        hidden, features = pending.hidden[begin:], pending.features[begin:]
         end = prefill.starts + prefill.counts
         at = jnp.clip(pieces.starts + prefill.counts - 1, 0, prefill.tokens.shape[0] - 1)
         of = lambda x: x.at[prefill.slots].get(mode="clip")  # noqa: E731
@@ -255,7 +298,8 @@ class RaggedProgram(Program):
             history = _note_prompt(history, prefill, pieces)
             rules = jax.tree.map(of, self._with(history, inputs))
             nothing = jnp.zeros((prefill.slots.shape[0], 0), jnp.int32)
-            processed = rules.apply(logits[:, None], nothing, ends)[:, 0]
+            allowed = None if masks is None else unpack_mask(masks.first[:, None], logits.shape[-1])
+            processed = rules.apply(logits[:, None], nothing, ends, allowed)[:, 0]
         probs = jax.tree.map(of, view.slots.sampling).probabilities(processed)
         keys = round_keys(of(view.slots.keys), of(view.slots.samples), end - 1)
         first = inverse_cdf(probs, uniforms(keys, end[:, None], Purpose.TARGET)[:, 0])

@@ -92,6 +92,11 @@ class AnswerEnd:
             text += self._take(int(token))
         return Piece(tuple(kept), text, self.reason)
 
+    def stop(self) -> str:
+        """Ends the answer where it is (a grammar is complete, say): the text that was held back."""
+        self.reason = "stop"
+        return self._rest()
+
     def _take(self, token: int) -> str:
         self.emitted += 1
         text = "" if self._text is None else self._text.push([token])

@@ -21,8 +21,8 @@ import numpy as np
 
 from jaxspec.decoding.compilations import CompilationCounter
 from jaxspec.decoding.plan import Schedule
-from jaxspec.decoding.processors import LogitRules, SlotRules, slot_rules
-from jaxspec.decoding.ragged import PrefillRows, RaggedProgram, RoundInput, Rules
+from jaxspec.decoding.processors import LogitRules, SlotRules, mask_words, slot_rules
+from jaxspec.decoding.ragged import Masks, PrefillRows, RaggedProgram, RoundInput, Rules
 from jaxspec.decoding.request import SamplingParams, validate_prompt
 from jaxspec.decoding.round import Weights
 from jaxspec.decoding.runner import DraftLike, Event, TargetLike, TokenLogprob
@@ -35,6 +35,7 @@ from jaxspec.serving.budget import BudgetPlanner
 from jaxspec.serving.confidence_ring import ConfidenceRelay
 from jaxspec.serving.cost import CostTable
 from jaxspec.serving.ending import AnswerEnd
+from jaxspec.serving.grammar import Constraint, Grammar, GrammarCompiler
 from jaxspec.serving.pages import PageAllocator, PageLease, rows_in_flight
 from jaxspec.serving.prefix import PrefixCache
 from jaxspec.serving.text import Codec
@@ -80,6 +81,7 @@ class _Request:
     epoch: int = 0  # rounds dispatched before a preemption are of an earlier one
     unread: int = 0  # rounds in flight that draft for it
     prompt_logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
+    constraint: Constraint | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -138,6 +140,7 @@ class Engine:
         rules: bool = True,
         max_logprobs: int | None = 20,
         codec: Codec | None = None,
+        grammars: GrammarCompiler | None = None,
         cache_fill: float = 0.0,
     ):
         decoder = target.model
@@ -164,6 +167,9 @@ class Engine:
             max_logprobs=max_logprobs,
         )
         self._codec = codec
+        if grammars is not None and not rules:
+            raise ConfigError(problem("engine.grammar", expected="engine.rules to be on"))
+        self._grammars = grammars
         whole = 1 + num_slots * self.program.pages_per_slot
         num_pages = whole if num_pages is None else num_pages
         least = 1 + self.program.pages_per_slot if getattr(drafter, "context_in_pages", True) else whole
@@ -191,7 +197,7 @@ class Engine:
         self._flights: collections.deque[_Flight] = collections.deque()
         self._pending: collections.deque[Event] = collections.deque()
         self._handles = itertools.count(1)
-        self._executables: dict[Shape, Any] = {}
+        self._executables: dict[str, Any] = {}
         self._compilations = CompilationCounter()
         self.reads = 0
         self.preemptions = 0
@@ -219,36 +225,78 @@ class Engine:
         if self._executables:
             return []
 
-        def build(shape: Shape, lowered: Any) -> tuple[Shape, Any, float]:
+        def build(name: str, lowered: Any) -> tuple[str, Any, float]:
             started = time.perf_counter()
-            return shape, lowered.compile(), time.perf_counter() - started
+            return name, lowered.compile(), time.perf_counter() - started
 
-        times, built = [], {}
+        times = []
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            waiting = [pool.submit(build, shape, self._lower(shape)) for shape in self.shapes()]
+            waiting = [pool.submit(build, *named) for shape in self.shapes() for named in self._lower(shape)]
             for done in concurrent.futures.as_completed(waiting):
-                shape, built[shape], seconds = done.result()
-                times.append((str(shape), seconds))
+                name, executable, seconds = done.result()
+                self._executables[name] = executable
+                times.append((name, seconds))
                 if progress is not None:
-                    progress(*times[-1])
-        self._executables = built
-        for shape in built:
-            self._run(shape, self._inputs(shape, [], [], 0))
+                    progress(name, seconds)
+        for shape in self.shapes():  # whatever is set up lazily is set up here, not under a user
+            inputs = self._inputs(shape, [], [], 0)
+            self._run(str(shape), inputs)
+            if self._grammars is not None:
+                self._run_masked(shape, inputs, [], [])
         jax.block_until_ready(self._state)
         self._compilations.reset()
         return times
 
-    def _lower(self, shape: Shape) -> Any:
-        step = jax.jit(self.program.ragged_round, static_argnames=("rows", "drafting"), donate_argnums=1)
-        example = self._inputs(shape, [], [], 0)
-        return step.lower(self.weights, self._state, example, rows=shape.rows, drafting=shape.drafting)
+    def _lower(self, shape: Shape) -> Iterator[tuple[str, Any]]:
+        """The round of a shape, and its two halves where grammars may be asked for."""
+        inputs, static = self._inputs(shape, [], [], 0), {"rows": shape.rows, "drafting": shape.drafting}
 
-    def _run(self, shape: Shape, inputs: RoundInput) -> Any:
-        executable = self._executables.get(shape)
-        if executable is None:
-            raise InvariantError(problem("executable", str(shape), "one that was compiled at start-up"))
-        self._state, output = executable(self.weights, self._state, inputs)
+        def jit(step: Callable[..., Any], donated: int, *names: str) -> Any:
+            return jax.jit(step, static_argnames=names, donate_argnums=donated)
+
+        whole = jit(self.program.ragged_round, 1, *static)
+        yield str(shape), whole.lower(self.weights, self._state, inputs, **static)
+        if self._grammars is not None:
+            begin = jit(self.program.begin, 1, *static).lower(self.weights, self._state, inputs, **static)
+            yield f"{shape}, first half", begin
+            masks = self._masks(shape, [], [], None)
+            finish = jit(self.program.finish, 1)
+            yield f"{shape}, second half", finish.lower(self.weights, *begin.out_info, inputs, masks)
+
+    def _run(self, name: str, inputs: RoundInput) -> Any:
+        self._state, output = self._executable(name)(self.weights, self._state, inputs)
         return output
+
+    def _run_masked(self, shape: Shape, inputs: RoundInput, decoding: list[_Request], pieces: list[_Piece]) -> Any:
+        """The round in two halves. While the target runs, the rounds in flight are read, since a matcher moves by
+        emitted tokens, and the masks are built."""
+        self._state, pending = self._executable(f"{shape}, first half")(self.weights, self._state, inputs)
+        while self._flights:
+            self._read(self._flights.popleft())
+        masks = self._masks(shape, decoding, pieces, pending.proposal.tokens)
+        self._state, output = self._executable(f"{shape}, second half")(
+            self.weights, self._state, pending, inputs, masks
+        )
+        return output
+
+    def _masks(self, shape: Shape, decoding: list[_Request], pieces: list[_Piece], proposed: Any) -> Masks:
+        words = mask_words(self.vocab_size)
+        rows = np.full((shape.slots, self._rows_each if shape.drafting else 1, words), -1, np.int32)
+        first = np.full((self._pieces, words), -1, np.int32)
+        constrained = [request for request in decoding if request.constraint is not None]
+        drafts: Any = self._host(proposed) if constrained else None
+        for request in constrained:
+            assert request.constraint is not None
+            rows[request.slot] = request.constraint.masks(drafts[request.slot].tolist())[:, :words]
+        for piece in pieces:
+            if piece.final and piece.request.constraint is not None:
+                first[piece.index] = piece.request.constraint.masks([])[0, :words]
+        return jax.device_put(Masks(rows, first), self._device)
+
+    def _executable(self, name: str) -> Any:
+        if name not in self._executables:
+            raise InvariantError(problem("executable", name, "one that was compiled at start-up"))
+        return self._executables[name]
 
     @property
     def compile_count(self) -> int:
@@ -292,7 +340,7 @@ class Engine:
         """Pages that requests or the prefix cache hold."""
         return self._allocator.capacity - self._allocator.free
 
-    def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+    def check(self, prompt: Sequence[int], params: SamplingParams, grammar: Grammar | None = None) -> None:
         """Raises RequestError if this request can never be served."""
         params.validate(self.vocab_size)
         validate_prompt(prompt, self.vocab_size, self.max_context)
@@ -304,18 +352,25 @@ class Engine:
             raise RequestError(problem("sampling", "penalties, bias or min tokens", "none: engine.rules is off"))
         self._ending(prompt, params)
         self._rules(params)
+        if grammar is not None and self._grammars is None:
+            raise RequestError(problem("grammar", expected="none: the server was started without grammars"))
+        if grammar is not None and self.program.drafter.tree_nodes:
+            raise RequestError(problem("grammar", expected="none: the drafter proposes trees"))
 
-    def admit(self, prompt: Sequence[int], params: SamplingParams, sample: int = 0) -> int:
+    def admit(
+        self, prompt: Sequence[int], params: SamplingParams, sample: int = 0, grammar: Grammar | None = None
+    ) -> int:
         """Gives a request a slot and returns its handle; its prompt runs in the next rounds.
 
         `sample` numbers the answers to one request, so that they differ under one seed. Raises RequestError for a
         request that does not fit, and when no slot is free.
         """
-        self.check(prompt, params)
+        self.check(prompt, params, grammar)
         if not self.free_slots:
             raise RequestError(
                 f"slots: all {self.num_slots} are taken, expected a free one; wait for a request to finish"
             )
+        constraint = self._grammars.start(grammar) if self._grammars is not None and grammar is not None else None
         self.warm_up()
         handle = next(self._handles)
         if params.max_new_tokens == 0:
@@ -332,6 +387,7 @@ class Engine:
             self._ending(prompt, params),
             self._rules(params),
             PageLease(self._allocator.page_size, []),
+            constraint=constraint,
         )
         return handle
 
@@ -398,7 +454,11 @@ class Engine:
         drafting = self._rows_each > 1 and bool(decoding)
         bucket = round_up(rows, self._row_grid(slots)) if drafting else slots
         shape = Shape(slots, bucket or slots * self._rows_each, drafting, prefill)
-        output = self._run(shape, self._inputs(shape, decoding, pieces, budget))
+        inputs = self._inputs(shape, decoding, pieces, budget)
+        if any(request.constraint is not None for request in taking_part):
+            output = self._run_masked(shape, inputs, decoding, pieces)
+        else:
+            output = self._run(str(shape), inputs)
         if self._planner is not None and drafting:
             owners = np.zeros(self.num_slots, np.int64)
             owners[[request.slot for request in decoding]] = [request.handle for request in decoding]
@@ -569,7 +629,12 @@ class Engine:
 
     def _emit(self, request: _Request, tokens: list[int], logprobs: list[TokenLogprob], **about: Any) -> None:
         """Trims at the answer's end, reports, and frees the slot of a finished request."""
-        kept = request.ending.push(tokens)
+        within = len(tokens) if request.constraint is None else request.constraint.advance(tokens)
+        kept = request.ending.push(tokens[:within])
+        whole = len(kept.tokens) == within  # the limit did not come before the grammar's end
+        if whole and request.constraint is not None and request.constraint.finished:
+            held = request.ending.stop() if kept.reason is None else ""
+            kept = dataclasses.replace(kept, text=kept.text + held, reason="stop")
         request.emitted += kept.tokens
         said = tuple(logprobs[: len(kept.tokens)])
         event = Event(request.handle, kept.tokens, kept.reason, text=kept.text, logprobs=said, **about)
