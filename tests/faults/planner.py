@@ -81,6 +81,14 @@ PLANNER = [
         "the forward carries the prefill rows too",
     ),
     Mutant(
+        "planner-beyond-the-largest-bucket",
+        _SEARCH,
+        "free if most is None else free[: max(most - held.size, 0)]",
+        "free",
+        (f"{_BUDGET}::test_the_budget_never_exceeds_what_the_largest_bucket_has_room_for",),
+        "rows beyond the largest compiled size have nowhere to go",
+    ),
+    Mutant(
         "planner-lag-of-one",
         "jaxspec/serving/confidence_ring.py",
         "self._rounds[0]",
