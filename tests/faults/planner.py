@@ -137,6 +137,14 @@ PLANNER = [
         "a calibrated server reads calibrated confidences",
     ),
     Mutant(
+        "planner-tests-rows-that-are-absent",
+        "jaxspec/decoding/acceptance.py",
+        "counts = jnp.minimum(lengths + 1, m)",
+        "counts = jnp.full_like(lengths, m)",
+        (f"{_PLAN}::test_compact_emits_what_cap_emits_whatever_the_absent_rows_hold",),
+        "slot l + 1 is the last that a window of l drafts may look at",
+    ),
+    Mutant(
         "planner-simulation-ignores-the-cut",
         "jaxspec/decoding/acceptance.py",
         "accepted = _prefix(u < rates, lengths)",
