@@ -27,6 +27,7 @@ from tests.faults import (
     planner,
     project,
     sampling,
+    scheduler,
     serving,
     training,
 )
@@ -48,6 +49,7 @@ MUTANTS: list[Mutant] = [
     *pages.PAGES,
     *sampling.SAMPLING,
     *grammar.GRAMMAR,
+    *scheduler.SCHEDULER,
 ]
 
 if __name__ == "__main__":

@@ -35,17 +35,20 @@ def search(
     *,
     prefill_rows: int = 0,
     pinned: np.ndarray | None = None,
+    most: int | None = None,
 ) -> Decision:
     """K = the first global argmax over 0 … n of tau(K) / seconds(R, R + K + C), tau(K) = R + the K best survivals.
 
     `survival` is [R, m]. Requests that are `pinned` [R] (an explicit seed) verify everything: their drafts are in
-    every K that is looked at. No early stop: costs are a staircase, and the best K may lie behind a dip.
+    every K that is looked at. `most` bounds K (what the largest bucket has room for). No early stop: costs are a
+    staircase, and the best K may lie behind a dip.
     """
     requests = survival.shape[0]
     fixed = np.zeros(requests, bool) if pinned is None else pinned
     held = survival[fixed].astype(np.float64)
     free = survival[~fixed, : schedule.most_rows].astype(np.float64).reshape(-1)
     free = np.sort(free[free >= schedule.survival_eps])[::-1]
+    free = free if most is None else free[: max(most - held.size, 0)]
     tokens = requests + held.sum() + np.concatenate([[0.0], np.cumsum(free)])
     drafts = held.size + np.arange(len(tokens))
     rows = requests + drafts + prefill_rows
@@ -93,6 +96,7 @@ class BudgetPlanner:
         *,
         prefill_rows: int = 0,
         pinned: np.ndarray | None = None,
+        most: int | None = None,
     ) -> Decision | None:
         """Decision for the requests on `slots`; None is the full layout: nothing known yet, or mode static.
 
@@ -103,8 +107,9 @@ class BudgetPlanner:
         confidence, generations = self._carry.exchange(slots, known[0][slots], known[1][slots])
         survival = known_survival(confidence, generations, current)
         if self.forced_fraction is not None:
-            return Decision(int(self.forced_fraction * survival[:, : self.schedule.most_rows].size))
-        decision = search(survival, self.table, self.schedule, prefill_rows=prefill_rows, pinned=pinned)
+            forced = int(self.forced_fraction * survival[:, : self.schedule.most_rows].size)
+            return Decision(forced if most is None else min(forced, most))
+        decision = search(survival, self.table, self.schedule, prefill_rows=prefill_rows, pinned=pinned, most=most)
         return self._aligned(decision, len(slots), prefill_rows) if self._align else decision
 
     def _aligned(self, decision: Decision, requests: int, prefill_rows: int) -> Decision:

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.decoding.acceptance import simulated_accept
+from jaxspec.decoding.acceptance import accept, simulated_accept
 from jaxspec.decoding.plan import Schedule, allocate, forward_rows, survival_of
+from jaxspec.decoding.sampling import SlotSampling
+from jaxspec.drafters.base import Dense, Proposal
 from jaxspec.errors import ConfigError
 
 pytestmark = pytest.mark.ci
@@ -143,6 +145,32 @@ def test_modes_differ_in_the_rows_of_the_forward_only() -> None:
     assert forward_rows("compact", window, 5).tolist() == [4, 1, 0, 2]
     for mode in ("static", "cap"):
         assert forward_rows(mode, window, 5).tolist() == [6, 6, 0, 6]
+
+
+@pytest.mark.parametrize("mode", ["ratio", "block"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_compact_emits_what_cap_emits_whatever_the_absent_rows_hold(mode: str, temperature: float) -> None:
+    """Rows behind a request's window are in cap's forward and not in compact's: nothing may read them."""
+    rng, many, m, vocab = np.random.default_rng(6), 300, 4, 6
+    logits = rng.normal(size=(many, m + 1, vocab)).astype(np.float32)
+    q = rng.dirichlet(np.ones(vocab), (many, m)).astype(np.float32)
+    drafts = rng.integers(0, vocab, (many, m)).astype(np.int32)
+    drafts[::2] = logits[::2, :-1].argmax(axis=-1)
+    kept = rng.integers(0, m + 1, many).astype(np.int32)
+    absent = np.where(np.arange(m + 1)[:, None] > kept[:, None, None], np.float32(np.nan), logits)
+    u = rng.random((many, m + 1)).astype(np.float32)
+    ones = jnp.ones(many)
+    sampling = SlotSampling(temperature * ones, jnp.zeros(many, jnp.int32), ones, 0 * ones)
+
+    @jax.jit
+    def emit(rows):
+        proposal = Proposal(drafts, Dense(q))
+        out = accept(rows, proposal, sampling, u[:, :m], u[:, m], kept, mode)
+        return out.accepted, out.tokens(proposal)
+
+    for cap, compact in zip(emit(logits), emit(absent), strict=True):
+        np.testing.assert_array_equal(cap, compact)
+    assert set(np.asarray(emit(absent)[0]).tolist()) == set(range(m + 1))
 
 
 def test_simulated_acceptance_has_the_asked_rates_and_obeys_the_cut() -> None:

@@ -81,6 +81,14 @@ PLANNER = [
         "the forward carries the prefill rows too",
     ),
     Mutant(
+        "planner-beyond-the-largest-bucket",
+        _SEARCH,
+        "free if most is None else free[: max(most - held.size, 0)]",
+        "free",
+        (f"{_BUDGET}::test_the_budget_never_exceeds_what_the_largest_bucket_has_room_for",),
+        "rows beyond the largest compiled size have nowhere to go",
+    ),
+    Mutant(
         "planner-lag-of-one",
         "jaxspec/serving/confidence_ring.py",
         "self._rounds[0]",
@@ -127,6 +135,14 @@ PLANNER = [
         "return markov.calibrate(logits)",
         (f"{_FIT}::test_a_drafter_divides_its_logits_by_its_slots_temperatures",),
         "a calibrated server reads calibrated confidences",
+    ),
+    Mutant(
+        "planner-tests-rows-that-are-absent",
+        "jaxspec/decoding/acceptance.py",
+        "counts = jnp.minimum(lengths + 1, m)",
+        "counts = jnp.full_like(lengths, m)",
+        (f"{_PLAN}::test_compact_emits_what_cap_emits_whatever_the_absent_rows_hold",),
+        "slot l + 1 is the last that a window of l drafts may look at",
     ),
     Mutant(
         "planner-simulation-ignores-the-cut",

@@ -73,14 +73,6 @@ SAMPLING = [
         "a row of -inf alone is NaN after the softmax",
     ),
     Mutant(
-        "sampling-bias-off-the-list",
-        _PROCESSORS,
-        "column = lambda ids: jnp.where(ids >= 0, ids, vocab)",
-        "column = lambda ids: jnp.where(ids >= -1, ids, vocab)",
-        _ROWS,
-        "-1 is the last column, not nowhere (B62)",
-    ),
-    Mutant(
         "sampling-logprob-ties",
         "jaxspec/decoding/logprobs.py",
         "logits = jnp.where(logits == 0, 0.0, logits)",

@@ -136,6 +136,15 @@ def test_prefill_rows_move_the_lookup() -> None:
     assert search(survival([[0.9, 0.9, 0.9]]), table, Schedule(3), prefill_rows=3).budget == 1
 
 
+def test_the_budget_never_exceeds_what_the_largest_bucket_has_room_for() -> None:
+    rows = survival([[0.9, 0.8, 0.7], [0.9, 0.8, 0.7]])
+    assert [search(rows, FLAT, Schedule(3), most=most).budget for most in (0, 4, 9)] == [0, 4, 6]
+    assert search(rows, FLAT, Schedule(3), most=4, pinned=np.array([True, False])).budget == 4
+    known = (np.full((4, 2), 0.9, np.float32), np.ones(4, int))
+    for options in ({}, {"forced_fraction": 1.0}):
+        assert planner(**options).plan(known, np.array([0, 1]), np.ones(2, int), most=3).budget == 3
+
+
 def test_pinned_requests_are_in_every_budget() -> None:
     expensive = StepsTable((1, 6), (1.0, 1e-6), 99)
     rows = survival([[0.9, 0.8, 0.7], [1e-9, 0.0, 0.0]])
