@@ -15,7 +15,22 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.faults import conformance, ddtree, decoding, dflash2, drafters, eagle, project, serving, training
+from tests.faults import (
+    conformance,
+    ddtree,
+    decoding,
+    dflash2,
+    drafters,
+    eagle,
+    grammar,
+    pages,
+    planner,
+    project,
+    sampling,
+    scheduler,
+    serving,
+    training,
+)
 from tests.helpers.mutation import Mutant, main
 
 MUTANTS: list[Mutant] = [
@@ -30,6 +45,11 @@ MUTANTS: list[Mutant] = [
     *ddtree.DDTREE,
     *dflash2.DFLASH2,
     *eagle.EAGLE,
+    *planner.PLANNER,
+    *pages.PAGES,
+    *sampling.SAMPLING,
+    *grammar.GRAMMAR,
+    *scheduler.SCHEDULER,
 ]
 
 if __name__ == "__main__":

@@ -59,6 +59,19 @@ class Event:
     from_round: bool = True
     accepted: int = 0  # r: proposals that the round committed, before any trimming
     proposed: int = 0  # proposals that the target looked at
+    text: str = ""  # where the engine knows a tokenizer and the request has stop strings
+    logprobs: tuple[TokenLogprob, ...] = ()  # one a token, where they were asked for
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's second token and on, with the first token
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprob:
+    """Log probability of an id under the raw logits, its rank (1 is the best), and the best ids with theirs."""
+
+    token: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,6 +275,11 @@ class SlotRunner:
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Raises RequestError if this request can never be served."""
         params.validate(self.vocab_size)
+        if not params.plain:
+            raise RequestError(
+                "sampling: found penalties, bias, min tokens, stop strings or log probabilities, expected none of them "
+                "outside the serving engine"
+            )
         validate_prompt(prompt, self.vocab_size, self.max_context)
 
     def admit(self, prompt: Sequence[int], params: SamplingParams, sample: int = 0) -> int:

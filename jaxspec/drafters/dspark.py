@@ -66,11 +66,17 @@ class DSpark(BlockDrafter):
     sample_from_anchor: bool = True
     layout: str = SPECFORGE
     objective_config: DSparkObjective = DSparkObjective()
+    temperatures: tuple[float, ...] = ()  # of the confidence, one a slot (drafters.calibration); none: 1
     method: str = "dspark"
 
     def __post_init__(self) -> None:
         if self.num_proposals < 1:
             raise ConfigError(f"block_size: found {self.config.block_size}, expected room for at least one proposal")
+        if self.temperatures and (not self.heads.confidence or len(self.temperatures) != self.num_proposals):
+            raise ConfigError(
+                f"temperatures: found {len(self.temperatures)}, expected {self.num_proposals}, one a slot of a drafter "
+                "with a confidence head"
+            )
         if (
             not self.heads.confidence
             and self.objective_config.confidence_alpha
@@ -172,7 +178,11 @@ class DSpark(BlockDrafter):
         if walk.confidence_logits is None:
             return Proposal(walk.tokens, q, trace=trace)
         trace["confidence_logits"] = walk.confidence_logits
-        return Proposal(walk.tokens, q, markov.calibrate(walk.confidence_logits), trace=trace)
+        return Proposal(walk.tokens, q, self._confidence(walk.confidence_logits), trace=trace)
+
+    def _confidence(self, logits: Float[Array, "R m"]) -> Float[Array, "R m"]:
+        temperatures = jnp.asarray(self.temperatures, jnp.float32) if self.temperatures else None
+        return markov.calibrate(logits, temperatures)
 
     def walk(
         self,

@@ -197,7 +197,7 @@ class RecurrentDrafter(abc.ABC):
             attention = Scratch(context, committed, visible, rows)
             return self.layer(params, shared, states, tokens, positions, attention)[0]
 
-        hidden = state.hidden.astype(dtype)
+        hidden = state.hidden[: slots.anchors.shape[0]].astype(dtype)
         first = self.draft_logits(params, shared, hidden)
         if self.tree is None:
             return self._chain(params, shared, hidden, first, run, ids, slots, keys, sampling)
