@@ -1,4 +1,4 @@
-"""The engine against lone requests: whatever arrives, leaves, waits or gives way beside it, a request's ids are its own."""
+"""The engine against lone requests: whatever arrives, leaves or gives way beside it, a request's ids are its own."""
 
 from __future__ import annotations
 
@@ -180,9 +180,9 @@ def test_B33_a_thousand_cancels_leave_no_page_behind():
 
 
 def test_sizes_that_cannot_work_are_refused():
-    with pytest.raises(ConfigError, match="engine.num_pages: found 9, expected at least"):
+    with pytest.raises(ConfigError, match=r"engine.num_pages: found 9, expected at least"):
         table_engine(num_pages=9)
-    with pytest.raises(ConfigError, match="engine.slot_buckets: found 5"):
+    with pytest.raises(ConfigError, match=r"engine.slot_buckets: found 5"):
         table_engine(slot_buckets=(5,))
     engine = table_engine()
     with pytest.raises(RequestError, match="fewer than max_context"):

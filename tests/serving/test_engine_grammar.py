@@ -12,7 +12,7 @@ from jaxspec.decoding.request import SamplingParams
 from jaxspec.errors import RequestError
 from jaxspec.serving.engine import Engine
 from jaxspec.serving.grammar import Grammar
-from tests.helpers.worlds import by_lane, script, scripted, table_target
+from tests.helpers.worlds import script, scripted, table_target
 from tests.serving.test_grammar import JSON, VOCAB, compiler, eos, ids
 
 pytestmark = pytest.mark.ci
@@ -98,7 +98,7 @@ def test_B23_B25_constrained_answers_are_those_of_plain_decoding(engine):
 
 
 def test_a_grammar_that_nobody_can_serve_is_refused(engine):
-    with pytest.raises(RequestError, match="grammar.regex"):
+    with pytest.raises(RequestError, match=r"grammar.regex"):
         engine.admit([1], SamplingParams(), grammar=Grammar("regex", "(("))
     bare = Engine(table_target(TABLE), num_slots=1, max_context=16)
     with pytest.raises(RequestError, match="without grammars"):
