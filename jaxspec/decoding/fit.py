@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import numbers
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxspec.decoding.acceptance import MODES
 from jaxspec.errors import ConfigError, problem
 from jaxspec.models.config import ModelConfig
 
-__all__ = ["check_draft", "check_options"]
+__all__ = ["check_draft", "check_options", "check_proposals", "check_sizes"]
+
+
+def check_sizes(sizes: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a size of `engine` that is no integer, or too small."""
+    for name, value in sizes.items():
+        least = 2 if name == "max_context" else 1
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(f"engine.{name}: found {value!r}, expected an integer of at least {least}")
 
 
 def check_options(acceptance: Any, confidence_threshold: Any, eos_token_ids: Iterable[Any], vocab_size: int) -> None:
@@ -25,6 +33,26 @@ def check_options(acceptance: Any, confidence_threshold: Any, eos_token_ids: Ite
         whole = isinstance(token, numbers.Integral) and not isinstance(token, bool)
         if not (whole and 0 <= token < vocab_size):
             raise ConfigError(problem("eos_token_ids", token, f"token ids below vocab_size {vocab_size}"))
+
+
+def check_proposals(drafter: Any, num_proposals: int | None, acceptance: str) -> None:
+    """Raises ConfigError for more proposals than the drafter gives, and for what a tree does not know."""
+    tree = getattr(drafter, "tree_nodes", 0)
+    if tree and num_proposals is not None:
+        raise ConfigError(
+            f"engine.num_proposals: found {num_proposals}, expected null: the {drafter.method} drafter proposes a "
+            "tree, whose size is its node budget; set engine.tree_nodes"
+        )
+    if tree and acceptance != "ratio":
+        raise ConfigError(
+            f"engine.acceptance: found {acceptance!r}, expected 'ratio': the {drafter.method} drafter proposes a "
+            "tree, which has its own acceptance rule"
+        )
+    if num_proposals is not None and not 1 <= num_proposals <= drafter.num_proposals:
+        raise ConfigError(
+            f"engine.num_proposals: found {num_proposals}, expected 1 to {drafter.num_proposals}, what a block of "
+            f"the {drafter.method} drafter gives"
+        )
 
 
 def check_draft(draft: Any, target: ModelConfig, width: int) -> None:

@@ -14,7 +14,7 @@ from jaxspec.errors import ConfigError, problem
 def verify_lengths(
     positions: Int[Array, "R"],
     num_proposals: int,
-    limit: int,
+    limit: int | Int[Array, "R"],
     confidence: Float[Array, "R m"] | None = None,
     threshold: float = 0.0,
 ) -> Int[Array, "R"]:
@@ -56,7 +56,7 @@ class Schedule:
         if not 0 <= self.min_rows <= self.most_rows <= full:
             found = f"{self.min_rows} and {self.max_rows}"
             raise ConfigError(
-                problem("planner.min_rows and max_rows", found, f"0 <= min_rows <= max_rows <= {full} (m + 1)")
+                problem("engine.min_verify_rows and max_verify_rows", found, f"0 <= min <= max <= {full} (m + 1)")
             )
 
     @property

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.errors import RequestError, problem
@@ -171,21 +172,25 @@ class SlotRules:
 
 def slot_rules(rules: LogitRules, ends: tuple[int, ...], vocab: int, max_ends: int = 8) -> SlotRules:
     """One row for `SlotRules.start`, with an empty history. RequestError for more `ends` than fit."""
+    asked = rule_rows(rules, ends, max_ends)
+    return dataclasses.replace(SlotRules.empty(1, vocab, max_ends), **jax.tree.map(jnp.asarray, asked))
+
+
+def rule_rows(rules: LogitRules, ends: tuple[int, ...] = (), max_ends: int = 8) -> dict[str, np.ndarray]:
+    """The fields of `SlotRules` but its history, one row each, on the host. RequestError for more `ends` than fit."""
     _expect(len(ends) <= max_ends, "stop_token_ids", len(ends), f"at most {max_ends} with the target's own")
-    row = SlotRules.empty(1, vocab, max_ends)
-    listed = lambda values, width, fill, dtype: jnp.asarray(  # noqa: E731
+    listed = lambda values, width, fill, dtype: np.array(  # noqa: E731
         [[*values, *[fill] * (width - len(values))]], dtype
     )
-    return dataclasses.replace(
-        row,
-        repetition=jnp.full(1, rules.repetition_penalty, jnp.float32),
-        presence=jnp.full(1, rules.presence_penalty, jnp.float32),
-        frequency=jnp.full(1, rules.frequency_penalty, jnp.float32),
-        min_tokens=jnp.full(1, rules.min_tokens, jnp.int32),
-        bias_ids=listed(list(rules.logit_bias), MAX_BIASES, -1, jnp.int32),
-        bias=listed(list(rules.logit_bias.values()), MAX_BIASES, 0.0, jnp.float32),
-        ends=listed(ends, max_ends, -1, jnp.int32),
-    )
+    return {
+        "repetition": np.full(1, rules.repetition_penalty, np.float32),
+        "presence": np.full(1, rules.presence_penalty, np.float32),
+        "frequency": np.full(1, rules.frequency_penalty, np.float32),
+        "min_tokens": np.full(1, rules.min_tokens, np.int32),
+        "bias_ids": listed(list(rules.logit_bias), MAX_BIASES, -1, np.int32),
+        "bias": listed(list(rules.logit_bias.values()), MAX_BIASES, 0.0, np.float32),
+        "ends": listed(ends, max_ends, -1, np.int32),
+    }
 
 
 def unpack_mask(words: Int[Array, "*rows W"], vocab: int) -> Bool[Array, "*rows V"]:

@@ -83,6 +83,7 @@ class RoundInput:
     samples: Int[Array, "R"]
     sampling: SlotSampling
     logprobs: Bool[Array, "R"]  # whether the request wants them
+    confidence: Float[Array, "R m"] | None = None  # observed, for methods that have none (with a schedule)
     rules: Rules | None = None
     prefill: PrefillRows | None = None
 
@@ -98,7 +99,7 @@ class RaggedOutput:
     tokens: Int[Array, "R m1"]
     counts: Int[Array, "R"]
     verified: Int[Array, "R"]  # proposals that the target looked at
-    confidence: Float[Array, "slots m"]  # zeros where the method has none
+    confidence: Float[Array, "slots m"] | None  # None where the method has none
     first: Int[Array, "S"]
     logprobs: Logprobs | None = None  # of `tokens`; zeros unless a request wants them
     first_logprobs: Logprobs | None = None
@@ -204,13 +205,14 @@ class RaggedProgram(Program):
         start = Started(state, jnp.zeros(0, jnp.int32))
         if inputs.prefill is not None and pending.pieces is not None:
             start = self._start(weights, state, view, inputs, inputs.prefill, pending, masks)
-        confidence = jnp.zeros((requests, m)) if proposal.confidence is None else proposal.confidence
-        below = ((0, self.num_slots - requests), (0, m - confidence.shape[1]))
+        confidence = proposal.confidence
+        if confidence is not None:
+            confidence = jnp.pad(confidence.astype(jnp.float32), ((0, self.num_slots - requests), (0, 0)))
         return start.state, RaggedOutput(
             tokens=_widen(tokens, m + 1),
             counts=counts,
             verified=jnp.where(view.slots.live, lengths, 0),
-            confidence=jnp.pad(confidence.astype(jnp.float32), below),
+            confidence=confidence,
             first=start.tokens,
             logprobs=values,
             first_logprobs=start.logprobs,
@@ -247,12 +249,14 @@ class RaggedProgram(Program):
     def _lengths(self, view: DecodeState, proposal: Proposal, inputs: RoundInput) -> Int[Array, "R"]:
         """Proposals that are verified: what the request may have and its pages hold, by survival under a budget."""
         m = proposal.tokens.shape[1] if proposal.tree is None else proposal.tree.max_depth
-        fits = verify_lengths(view.slots.positions, m, inputs.limits)
+        threshold = 0.0 if proposal.tree is not None else self.confidence_threshold
+        fits = verify_lengths(view.slots.positions, m, inputs.limits, proposal.confidence, threshold)
         most = jnp.minimum(fits, inputs.proposals)
-        if self.schedule is None or proposal.confidence is None or proposal.tree is not None:
+        if self.schedule is None or not m or proposal.tree is not None:
             return most
-        pinned = inputs.pinned
-        rows = allocate(proposal.confidence, inputs.budget, self.schedule, view.slots.live, most, pinned)
+        confidence = inputs.confidence if proposal.confidence is None else proposal.confidence
+        assert confidence is not None
+        rows = allocate(confidence, inputs.budget, self.schedule, view.slots.live, most, inputs.pinned)
         return jnp.maximum(rows - 1, 0)
 
     def _forward(

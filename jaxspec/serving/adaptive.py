@@ -47,14 +47,16 @@ class ObservedAcceptance:
 
 @dataclasses.dataclass
 class _Speed:
-    """Decayed tokens and seconds of one way to run a round."""
+    """Decayed tokens, seconds and number of rounds of one way to run a round."""
 
     tokens: float = 0.0
     seconds: float = 0.0
+    rounds: float = 0.0
 
     def add(self, tokens: int, seconds: float, decay: float) -> None:
         self.tokens = decay * self.tokens + tokens
         self.seconds = decay * self.seconds + seconds
+        self.rounds = decay * self.rounds + 1
 
     @property
     def rate(self) -> float:
@@ -102,6 +104,13 @@ class DraftSwitch:
             if load.wait <= 0:
                 load.trying = self._trial
                 load.speeds[not load.drafting] = _Speed()  # the world may have changed since
+
+    def break_even(self, requests: int) -> float:
+        """Accepted drafts a round and request that pay for drafting at this load; 0 until both kinds were measured."""
+        drafted, plain = (self._load(requests).speeds[drafting] for drafting in (True, False))
+        if not (drafted.rounds and plain.rounds):
+            return 0.0
+        return break_even(drafted.seconds / drafted.rounds, plain.seconds / plain.rounds)
 
     def _load(self, requests: int) -> _Load:
         key = round(4 * math.log2(max(requests, 1)))

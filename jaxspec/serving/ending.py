@@ -56,13 +56,14 @@ class Piece:
     tokens: tuple[int, ...]
     text: str = ""
     reason: str | None = None
+    by_id: bool = False  # the last token is a stop id, which has no text
 
 
 class AnswerEnd:
     """One answer. `room` is how many tokens it may have; without a codec there is no text and no stop string.
 
-    A stop id is part of the answer's ids, a stop string is no part of its text. Before `min_tokens` neither counts;
-    a stop string must also begin behind the text of those.
+    A stop id is part of the answer's ids, but neither it nor a stop string is part of its text. Before `min_tokens`
+    neither counts; a stop string must also begin behind the text of those.
     """
 
     def __init__(
@@ -84,27 +85,27 @@ class AnswerEnd:
 
     def push(self, tokens: Sequence[int]) -> Piece:
         """The tokens of a round; those behind the end are dropped, as is everything once the answer is over."""
-        kept, text = [], ""
+        kept, text, by_id = [], "", False
         for token in tokens:
             if self.reason is not None:
                 break
             kept.append(int(token))
-            text += self._take(int(token))
-        return Piece(tuple(kept), text, self.reason)
+            by_id = self.emitted >= self._min_tokens and int(token) in self._stop_ids
+            text += self._take(int(token), by_id)
+        return Piece(tuple(kept), text, self.reason, by_id)
 
     def stop(self) -> str:
         """Ends the answer where it is (a grammar is complete, say): the text that was held back."""
         self.reason = "stop"
         return self._rest()
 
-    def _take(self, token: int) -> str:
+    def _take(self, token: int, by_id: bool) -> str:
         self.emitted += 1
-        text = "" if self._text is None else self._text.push([token])
-        may_stop = self.emitted > self._min_tokens
+        text = "" if self._text is None or by_id else self._text.push([token])
         stopped = False
-        if may_stop:
+        if self.emitted > self._min_tokens:
             text, stopped = self._stops.push(text)
-        if stopped or (may_stop and token in self._stop_ids):
+        if stopped or by_id:
             self.reason = "stop"
         elif self.emitted >= self._room:
             self.reason = "length"

@@ -20,8 +20,9 @@ import jax
 import numpy as np
 
 from jaxspec.decoding.compilations import CompilationCounter
+from jaxspec.decoding.fit import check_draft, check_options, check_proposals, check_sizes
 from jaxspec.decoding.plan import Schedule
-from jaxspec.decoding.processors import LogitRules, SlotRules, mask_words, slot_rules
+from jaxspec.decoding.processors import LogitRules, mask_words, rule_rows
 from jaxspec.decoding.ragged import Masks, PrefillRows, RaggedProgram, RoundInput, Rules
 from jaxspec.decoding.request import SamplingParams, validate_prompt
 from jaxspec.decoding.round import Weights
@@ -30,7 +31,8 @@ from jaxspec.decoding.sampling import SlotSampling
 from jaxspec.drafters.base import Shared
 from jaxspec.drafters.none import NoDrafter
 from jaxspec.errors import ConfigError, InvariantError, RequestError, problem
-from jaxspec.serving.buckets import round_rows, round_up
+from jaxspec.serving.adaptive import DraftSwitch, ObservedAcceptance, RequestSwitch
+from jaxspec.serving.buckets import filling_budget, round_up
 from jaxspec.serving.budget import BudgetPlanner
 from jaxspec.serving.confidence_ring import ConfidenceRelay
 from jaxspec.serving.cost import CostTable
@@ -82,6 +84,7 @@ class _Request:
     unread: int = 0  # rounds in flight that draft for it
     prompt_logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
     constraint: Constraint | None = None
+    switch: RequestSwitch = dataclasses.field(default_factory=RequestSwitch)
 
     @property
     def tokens(self) -> list[int]:
@@ -96,6 +99,9 @@ class _Flight:
     output: Any
     rows: list[tuple[_Request, int]]  # request, epoch
     pieces: list[_Piece]
+    drafters: frozenset[int]  # handles
+    began: float
+    as_switched: bool  # whether it drafts as the switch of its load said
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,11 +117,30 @@ class _Piece:
     at: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Metrics:
+    """Counts since start-up, but for the pages, which are those of now. `rows` are the target's, padding included."""
+
+    executables: int
+    compilations: int  # since warm-up: 0 unless something went wrong
+    pages: int
+    pages_held: int
+    preemptions: int
+    prefix_hits: int
+    prefix_rows: int  # rows that hits spared
+    rounds: int
+    drafted_rounds: int
+    rows: int
+
+
 class Engine:
     """Up to `num_slots` requests at once, each up to `max_context` tokens of prompt and answer, on `num_pages` pages.
 
     Not thread-safe: one thread owns it. `overlap` dispatches a round before the last one was read. A cost table turns
-    on DSpark's budgets, for drafters with a confidence.
+    on DSpark's budgets, by the drafter's confidence or, where it has none, by what was accepted so far; `align` fills
+    the bucket that a budget needs anyway. `pause_drafting` stops drafting for a request or a load where it was measured
+    to lose (`clock` in seconds). Construction raises ConfigError for an option out of range and for a drafter that was
+    made for another target.
     """
 
     def __init__(
@@ -137,15 +162,30 @@ class Engine:
         overlap: bool = True,
         prefix_cache: bool = True,
         cost_table: CostTable | None = None,
+        align: bool = True,
+        min_verify_rows: int = 1,
+        max_verify_rows: int | None = None,
+        confidence_threshold: float = 0.0,
+        pause_drafting: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
         rules: bool = True,
         max_logprobs: int | None = 20,
         codec: Codec | None = None,
         grammars: GrammarCompiler | None = None,
         cache_fill: float = 0.0,
     ):
+        sizes = {"num_slots": num_slots, "max_context": max_context, "prefill_chunk": prefill_chunk}
+        check_sizes({**sizes, "prefill_pieces": prefill_pieces, "page_size": page_size})
         decoder = target.model
         drafter = draft.drafter if draft is not None else NoDrafter(decoder.config.vocab_size)
         decoder.check_taps(drafter.taps)
+        eos = tuple(decoder.config.eos_token_ids if eos_token_ids is None else eos_token_ids)
+        check_options(acceptance, confidence_threshold, eos, decoder.config.vocab_size)
+        check_proposals(drafter, num_proposals, acceptance)
+        if draft is not None:
+            check_draft(draft, decoder.config, decoder.embedding(target.params).shape[-1])
+        if drafter.tree_nodes and cost_table is not None:
+            raise ConfigError(problem("engine.cost_table", "a table", "null: a tree is verified whole"))
         max_context = min(max_context, decoder.config.max_position)
         embedding, head = getattr(draft, "embedding", None), getattr(draft, "head", None)
         shared = Shared(
@@ -153,7 +193,8 @@ class Engine:
             decoder.head(target.params) if head is None else head,
         )
         proposals = drafter.num_proposals if num_proposals is None else num_proposals
-        scheduled = cost_table is not None and proposals > 0 and not drafter.tree_nodes
+        scheduled = cost_table is not None and proposals > 0
+        limits = Schedule(proposals, min_verify_rows, max_verify_rows or 0) if scheduled else None
         self.program = RaggedProgram(
             decoder,
             drafter,
@@ -161,8 +202,9 @@ class Engine:
             num_slots,
             page_size,
             acceptance=acceptance,
+            confidence_threshold=confidence_threshold,
             num_proposals=num_proposals,
-            schedule=Schedule(proposals) if scheduled else None,
+            schedule=limits,
             rules=rules,
             max_logprobs=max_logprobs,
         )
@@ -185,13 +227,14 @@ class Engine:
         self._rows_each = proposals + 1
         self._written = max(proposals, drafter.tree_nodes) + 1  # rows that one round may write for a request
         self._shares = row_shares if scheduled else ()
-        self._planner = (
-            BudgetPlanner(cost_table, self.program.schedule, num_slots)
-            if cost_table and self.program.schedule
-            else None
-        )
+        self._planner = BudgetPlanner(cost_table, limits, num_slots) if cost_table and limits else None
+        self._align = align
         self._relay = ConfidenceRelay(self._host)
-        self._eos = frozenset(decoder.config.eos_token_ids if eos_token_ids is None else eos_token_ids)
+        self._confident = False  # whether the drafter has a confidence; known once a round was traced
+        self._observed = ObservedAcceptance(num_slots, proposals)
+        self._switch = DraftSwitch() if pause_drafting and proposals else None
+        self._clock, self._last_read = clock, 0.0
+        self._eos = frozenset(eos)
         self._lag = 1 if overlap else 0
         self._slots: list[_Request | None] = [None] * num_slots
         self._flights: collections.deque[_Flight] = collections.deque()
@@ -200,7 +243,7 @@ class Engine:
         self._executables: dict[str, Any] = {}
         self._compilations = CompilationCounter()
         self.reads = 0
-        self.preemptions = 0
+        self.preemptions = self.rounds = self.drafted_rounds = self.rows = self.prefix_hits = self.prefix_rows = 0
         self._device = next(iter(shared.embedding.devices()))
         with jax.default_device(self._device):
             dtype = shared.embedding.dtype
@@ -218,9 +261,14 @@ class Engine:
                     found |= {Shape(slots, rows, True, prefill) for rows in self._row_grid(slots)}
         return sorted(found)
 
+    @property
+    def num_executables(self) -> int:
+        """Programs that `warm_up` compiles: one a shape, three where grammars may be asked for."""
+        return len(self.shapes()) * (1 if self._grammars is None else 3)
+
     def warm_up(self, progress: Callable[[str, float], None] | None = None) -> list[tuple[str, float]]:
         """Compiles every executable, several at a time; returns their names and seconds. Called by the first `admit`
-        if it was not before.
+        if it was not before. What `progress` raises ends it.
         """
         if self._executables:
             return []
@@ -232,30 +280,37 @@ class Engine:
         times = []
         with concurrent.futures.ThreadPoolExecutor() as pool:
             waiting = [pool.submit(build, *named) for shape in self.shapes() for named in self._lower(shape)]
-            for done in concurrent.futures.as_completed(waiting):
-                name, executable, seconds = done.result()
-                self._executables[name] = executable
-                times.append((name, seconds))
-                if progress is not None:
-                    progress(name, seconds)
+            try:
+                for done in concurrent.futures.as_completed(waiting):
+                    name, executable, seconds = done.result()
+                    self._executables[name] = executable
+                    times.append((name, seconds))
+                    if progress is not None:
+                        progress(name, seconds)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)  # a server that is stopped does not compile on
+                raise
         for shape in self.shapes():  # whatever is set up lazily is set up here, not under a user
-            inputs = self._inputs(shape, [], [], 0)
-            self._run(str(shape), inputs)
+            inputs = self._inputs(shape, [], [], [], 0)
+            self._host(self._run(str(shape), inputs).counts)
             if self._grammars is not None:
                 self._run_masked(shape, inputs, [], [])
         jax.block_until_ready(self._state)
         self._compilations.reset()
+        self.reads = 0
         return times
 
     def _lower(self, shape: Shape) -> Iterator[tuple[str, Any]]:
         """The round of a shape, and its two halves where grammars may be asked for."""
-        inputs, static = self._inputs(shape, [], [], 0), {"rows": shape.rows, "drafting": shape.drafting}
+        inputs, static = self._inputs(shape, [], [], [], 0), {"rows": shape.rows, "drafting": shape.drafting}
 
         def jit(step: Callable[..., Any], donated: int, *names: str) -> Any:
             return jax.jit(step, static_argnames=names, donate_argnums=donated)
 
         whole = jit(self.program.ragged_round, 1, *static)
-        yield str(shape), whole.lower(self.weights, self._state, inputs, **static)
+        lowered = whole.lower(self.weights, self._state, inputs, **static)
+        self._confident |= lowered.out_info[1].confidence is not None
+        yield str(shape), lowered
         if self._grammars is not None:
             begin = jit(self.program.begin, 1, *static).lower(self.weights, self._state, inputs, **static)
             yield f"{shape}, first half", begin
@@ -340,6 +395,13 @@ class Engine:
         """Pages that requests or the prefix cache hold."""
         return self._allocator.capacity - self._allocator.free
 
+    def metrics(self) -> Metrics:
+        """For operators."""
+        return Metrics(
+            len(self._executables), self.compile_count, self._allocator.capacity, self.held_pages, self.preemptions,
+            self.prefix_hits, self.prefix_rows, self.rounds, self.drafted_rounds, self.rows,
+        )  # fmt: skip
+
     def check(self, prompt: Sequence[int], params: SamplingParams, grammar: Grammar | None = None) -> None:
         """Raises RequestError if this request can never be served."""
         params.validate(self.vocab_size)
@@ -377,6 +439,7 @@ class Engine:
             self._pending.append(Event(handle, (), "length", from_round=False))
             return handle
         slot = self._slots.index(None)
+        self._observed.reset(slot)
         self._slots[slot] = _Request(
             handle,
             slot,
@@ -428,8 +491,8 @@ class Engine:
         """The request's row of `Rules`."""
         if params.rules == LogitRules():
             return None
-        row = slot_rules(params.rules, self._stop_ids(params), self.vocab_size)
-        return Rules(*(np.asarray(getattr(row, field.name)[0]) for field in dataclasses.fields(Rules)))
+        rows: Any = rule_rows(params.rules, self._stop_ids(params))
+        return Rules(**{name: value[0] for name, value in rows.items()})
 
     # -- a round ------------------------------------------------------------------------------------------------------
 
@@ -450,16 +513,16 @@ class Engine:
         slots = round_up(1 + max(request.slot for request in taking_part), self._slot_buckets)
         assert slots is not None
         prefill = self._chunk if pieces else 0
-        budget, rows = self._plan(decoding, prefill)
-        drafting = self._rows_each > 1 and bool(decoding)
-        bucket = round_up(rows, self._row_grid(slots)) if drafting else slots
-        shape = Shape(slots, bucket or slots * self._rows_each, drafting, prefill)
-        inputs = self._inputs(shape, decoding, pieces, budget)
+        drafters, as_switched = self._drafters(decoding, slots)
+        budget, rows = self._plan(decoding, drafters, slots, prefill)
+        shape = Shape(slots, rows if drafters else slots, bool(drafters), prefill)
+        inputs = self._inputs(shape, decoding, drafters, pieces, budget)
+        began = self._clock()
         if any(request.constraint is not None for request in taking_part):
             output = self._run_masked(shape, inputs, decoding, pieces)
         else:
             output = self._run(str(shape), inputs)
-        if self._planner is not None and drafting:
+        if self._planner is not None and drafters and self._confident:
             owners = np.zeros(self.num_slots, np.int64)
             owners[[request.slot for request in decoding]] = [request.handle for request in decoding]
             self._relay.publish(output.confidence, owners)
@@ -471,21 +534,74 @@ class Engine:
                     self._cache.insert(piece.request.text, piece.request.lease)
         for request in decoding:
             request.unread += 1
-        self._flights.append(_Flight(output, [(request, request.epoch) for request in decoding], pieces))
+        rows_read = [(request, request.epoch) for request in decoding]
+        proposing = frozenset(request.handle for request in drafters)
+        self._flights.append(_Flight(output, rows_read, pieces, proposing, began, as_switched))
+        self.rounds += 1
+        self.drafted_rounds += shape.drafting
+        nodes = self.program.drafter.tree_nodes
+        self.rows += (slots * (nodes + 1) if nodes and drafters else shape.rows) + prefill
         return True
 
-    def _plan(self, decoding: list[_Request], prefill: int) -> tuple[int, int]:
-        """Budget of proposals, and rows for anchors and proposals."""
-        full = len(decoding) * self._rows_each
-        if self._planner is None or not decoding:
-            return full, full
+    def _drafters(self, decoding: list[_Request], slots: int) -> tuple[list[_Request], bool]:
+        """Who proposes in this round, and whether that is what the switch of this load said.
+
+        A pinned request always does, since its ids must not depend on the load. Others are paused only where that makes
+        the round smaller: drafts that cost nothing may as well be verified.
+        """
+        if self._rows_each == 1 or not decoding:
+            return [], True
+        if self._switch is None:
+            return decoding, True
+        wanted = self._switch.drafting(len(decoding))
+        found = [request for request in decoding if _pinned(request) or (wanted and request.switch.drafting)]
+        if found and self._bucket(slots, len(decoding), len(found)) == self._bucket(slots, *[len(decoding)] * 2):
+            found = decoding
+        return found, wanted or not found
+
+    def _bucket(self, slots: int, requests: int, drafters: int) -> int:
+        """Rows of the smallest executable for so many requests, of which some draft in full."""
+        found = round_up(requests + drafters * (self._rows_each - 1), self._row_grid(slots))
+        assert found is not None
+        return found
+
+    def _plan(self, decoding: list[_Request], drafters: list[_Request], slots: int, prefill: int) -> tuple[int, int]:
+        """Budget of proposals, and the bucket of rows for anchors and proposals."""
+        full, bucket = len(drafters) * (self._rows_each - 1), self._bucket(slots, len(decoding), len(drafters))
+        if self._planner is None or not drafters:
+            return full, bucket
+        known = self._survivals(decoding, drafters)
         order = np.array([request.slot for request in decoding])
         current = np.array([request.handle for request in decoding])
         pinned = np.array([_pinned(request) for request in decoding])
-        decision = self._planner.plan(self._relay.resolve(), order, current, prefill_rows=prefill, pinned=pinned)
+        decision = self._planner.plan(known, order, current, prefill_rows=prefill, pinned=pinned)
         if decision is None:
-            return full, full
-        return decision.budget, round_rows(len(decoding), decision.budget, self._rows_each)
+            return full, bucket
+        least = max(self._planner.schedule.min_rows, 1)
+        paused = len(decoding) - len(drafters)
+        budget = min(decision.budget, full)
+        rows = paused + min(len(drafters) * least + budget, len(drafters) * self._rows_each)
+        found = round_up(rows, self._row_grid(slots))
+        assert found is not None
+        if self._align:
+            budget = max(budget, filling_budget(found - paused, len(drafters), self._rows_each, least))
+        return budget, found
+
+    def _survivals(self, decoding: list[_Request], drafters: list[_Request]) -> tuple[np.ndarray, np.ndarray] | None:
+        """Confidences [slots, m] and whose they are; those of paused requests are 0, so that no budget is for them."""
+        if self._confident:
+            known = self._relay.resolve()
+        else:
+            owners = np.array([0 if request is None else request.handle for request in self._slots])
+            known = self._observed.confidence(np.arange(self.num_slots)), owners
+        proposing = {request.handle for request in drafters}
+        paused = [request for request in decoding if request.handle not in proposing]
+        if known is None or not paused:
+            return known
+        confidence, owners = known[0].copy(), known[1].copy()
+        confidence[[request.slot for request in paused]] = 0
+        owners[[request.slot for request in paused]] = [request.handle for request in paused]
+        return confidence, owners
 
     def _reserve_decoding(self) -> list[_Request]:
         """Decoding requests with room for this round's rows; where pages run out the youngest requests give way."""
@@ -512,14 +628,24 @@ class Engine:
 
     def _prefill_pieces(self) -> Iterator[_Piece]:
         """Up to `prefill_pieces` prompts in a chunk, oldest first: a request without pages holds up those behind it."""
-        at = 0
-        for index, request in enumerate(self._requests(Phase.WAITING, Phase.PREFILL)[: self._pieces]):
-            if at == self._chunk or (request.phase is Phase.WAITING and not self._open(request)):
+        at = index = 0
+        for request in self._requests(Phase.WAITING, Phase.PREFILL):
+            if request.phase is Phase.WAITING and self._follows(request):
+                continue
+            if index == self._pieces or at == self._chunk:
+                return
+            if request.phase is Phase.WAITING and not self._open(request):
                 return
             start = request.lease.committed
             count = min(self._chunk - at, len(request.text) - start)
             yield _Piece(index, request, request.epoch, start, count, start + count == len(request.text), at)
-            at += count
+            at, index = at + count, index + 1
+
+    def _follows(self, request: _Request) -> bool:
+        """Whether another request runs the same text just now: its pages will be in the cache (n > 1)."""
+        return self._shares_pages(request) and any(
+            other.text == request.tokens and self._shares_pages(other) for other in self._requests(Phase.PREFILL)
+        )
 
     def _open(self, request: _Request) -> bool:
         """Pages for the whole text of a request, those of a known prefix first."""
@@ -531,6 +657,8 @@ class Engine:
         rows = len(request.text) - request.lease.committed + rows_in_flight(self._lag, self._written)
         if request.lease.reserve(self._allocator, rows, limit, self._cache.evict):
             request.phase = Phase.PREFILL
+            self.prefix_hits += request.lease.committed > 0
+            self.prefix_rows += request.lease.committed
             return True
         request.lease.release(self._allocator)
         return False
@@ -539,6 +667,7 @@ class Engine:
         self,
         shape: Shape,
         decoding: list[_Request],
+        drafters: list[_Request],
         pieces: list[_Piece],
         budget: int,
     ) -> RoundInput:
@@ -554,7 +683,6 @@ class Engine:
             slot, params = request.slot, request.params
             table[slot] = request.lease.table_row(table.shape[1])
             limits[slot] = min(self.max_context, request.lease.allocated - self.program.drafter.tree_nodes)
-            proposals[slot] = self._rows_each - 1
             pinned[slot] = _pinned(request)
             seeds[slot] = request.seed & 0xFFFFFFFF, request.seed >> 32
             samples[slot] = request.sample
@@ -566,9 +694,12 @@ class Engine:
                     getattr(rules, field.name)[slot] = getattr(request.rules, field.name)
         for request in decoding:
             alive[request.slot] = True
+        for request in drafters:
+            proposals[request.slot] = self._rows_each - 1
+        observed = None if self._planner is None else self._observed.confidence(np.arange(slots))
         inputs = RoundInput(
             alive, table, limits, proposals, pinned, np.int32(budget), seeds, samples,
-            SlotSampling(temperature, top_k, top_p, min_p), logprobs, rules,
+            SlotSampling(temperature, top_k, top_p, min_p), logprobs, observed, rules,
             self._prefill_rows(pieces) if shape.prefill else None,
         )  # fmt: skip
         return jax.device_put(inputs, self._device)
@@ -600,6 +731,7 @@ class Engine:
     def _read(self, flight: _Flight) -> None:
         output = flight.output
         tokens, counts, verified, first = self._host((output.tokens, output.counts, output.verified, output.first))
+        self._time(flight, int(counts.sum()))
         members = [piece.request for piece in flight.pieces] + [request for request, _ in flight.rows]
         if any(request.params.logprobs is not None for request in members):
             said = self._host((output.logprobs, output.first_logprobs, output.prompt_logprobs))
@@ -617,15 +749,37 @@ class Engine:
                 said = _token_logprobs(request, first_logprobs, slice(piece.index, piece.index + 1), new)
                 prompt, request.prompt_logprobs = tuple(request.prompt_logprobs), []
                 self._emit(request, new, said, from_round=False, prompt_logprobs=prompt)
+        finished: list[tuple[_Request, int, int]] = []
         for request, epoch in flight.rows:
             if request.epoch != epoch or request.phase is Phase.ENDED:
                 continue
             request.unread -= 1
             count = int(counts[request.slot])
             request.lease.commit(count)
+            finished.append((request, int(verified[request.slot]), max(count - 1, 0)))
             new = tokens[request.slot, :count].tolist()
             said = _token_logprobs(request, round_logprobs, request.slot, new)
             self._emit(request, new, said, accepted=max(count - 1, 0), proposed=int(verified[request.slot]))
+        self._note(flight, finished)
+
+    def _time(self, flight: _Flight, tokens: int) -> None:
+        """Tells the switch what the round brought and took: since it began, or since the one before it was read."""
+        now = self._clock()
+        seconds, self._last_read = now - max(flight.began, self._last_read), now
+        if self._switch is not None and flight.rows and flight.as_switched and not flight.pieces:
+            self._switch.observe(len(flight.rows), bool(flight.drafters), tokens, seconds)
+
+    def _note(self, flight: _Flight, finished: list[tuple[_Request, int, int]]) -> None:
+        """What a round says about its requests' drafts: how many were verified, and accepted."""
+        if self._planner is not None and flight.drafters and finished:
+            columns = zip(*((request.slot, kept, stood) for request, kept, stood in finished), strict=True)
+            self._observed.observe(*(np.array(column) for column in columns))
+        if self._switch is None:
+            return
+        break_even = self._switch.break_even(len(flight.rows))
+        for request, _, accepted in finished:
+            if request.handle in flight.drafters or not request.switch.drafting:
+                request.switch.observe(accepted, break_even)
 
     def _emit(self, request: _Request, tokens: list[int], logprobs: list[TokenLogprob], **about: Any) -> None:
         """Trims at the answer's end, reports, and frees the slot of a finished request."""
@@ -634,10 +788,12 @@ class Engine:
         whole = len(kept.tokens) == within  # the limit did not come before the grammar's end
         if whole and request.constraint is not None and request.constraint.finished:
             held = request.ending.stop() if kept.reason is None else ""
-            kept = dataclasses.replace(kept, text=kept.text + held, reason="stop")
+            kept = dataclasses.replace(kept, text=kept.text + held, reason="stop", by_id=False)
         request.emitted += kept.tokens
         said = tuple(logprobs[: len(kept.tokens)])
-        event = Event(request.handle, kept.tokens, kept.reason, text=kept.text, logprobs=said, **about)
+        event = Event(
+            request.handle, kept.tokens, kept.reason, text=kept.text, by_id=kept.by_id, logprobs=said, **about
+        )
         self._pending.append(event)
         if kept.reason is not None:
             self._end(request)
@@ -702,5 +858,5 @@ def _prompt_logprobs(piece: _Piece, values: Any) -> list[TokenLogprob]:
 
 
 def _no_rules(slots: int) -> Rules:
-    row = SlotRules.empty(1, 1)
-    return Rules(*(np.repeat(np.asarray(getattr(row, field.name)), slots, 0) for field in dataclasses.fields(Rules)))
+    rows: Any = {name: np.repeat(value, slots, 0) for name, value in rule_rows(LogitRules()).items()}
+    return Rules(**rows)

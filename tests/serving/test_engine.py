@@ -157,7 +157,7 @@ def test_B27_a_prefix_hit_changes_neither_answer_nor_acceptance():
             events += engine.step()
         return [(event.tokens, event.accepted) for event in events]
 
-    cached, fresh = table_engine(), table_engine(prefix_cache=False)
+    cached, fresh = (table_engine(prefix_cache=cache, pause_drafting=False) for cache in (True, False))
     first, second, without = run(cached), run(cached), run(fresh)
     assert first == second == without
     assert cached.held_pages > 0
