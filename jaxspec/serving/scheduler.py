@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 from jaxspec.errors import ConfigError, RequestError, problem
 
-__all__ = ["Limits", "Overloaded", "Request", "Round", "Scheduler"]
+__all__ = ["Limits", "Overloaded", "Request", "Round", "Scheduler", "urgency"]
 
 
 class Overloaded(RequestError):
@@ -81,6 +81,13 @@ class Round:
     def prefill_rows(self) -> int:
         """C."""
         return sum(self.prefill.values())
+
+
+def urgency(
+    priority: int, deadline: float, arrived: float, now: float, aging_seconds: float
+) -> tuple[float, float, float]:
+    """The order of a queue, the lowest first: priority, which grows by 1 each `aging_seconds`, deadline, arrival."""
+    return -(priority + math.floor((now - arrived) / aging_seconds)), deadline, arrived
 
 
 class Scheduler:
@@ -177,8 +184,8 @@ class Scheduler:
         return now + (request.prompt_rows - request.done_rows) / self._prefill_rate > request.deadline
 
     def _order(self, request: Request, now: float) -> tuple[float, float, float, int]:
-        aged = request.priority + math.floor((now - request.arrived) / self.limits.aging_seconds)
-        return -aged, request.deadline, request.arrived, request.id
+        aging = self.limits.aging_seconds
+        return *urgency(request.priority, request.deadline, request.arrived, now, aging), request.id
 
     def _admit(self, now: float, free: int, cached_rows: Callable[[Request], int]) -> list[Request]:
         admitted = []

@@ -224,7 +224,7 @@ def test_bad_input_is_invalid_argument_and_the_server_goes_on(served, client):
             (request([1], temperature=-1.0), "temperature"),
             (request([1, -1]), "token_ids[1]"),
             (request([1] * 500), "500 tokens"),
-            (request([1], stop=["x"]), "sampling.stop"),
+            (request([1], allowed_token_ids=[1]), "sampling.allowed_token_ids"),
             (pb.GenerateRequest(), "prompt"),
         ]:
             code, details = status_of(generation.Generate(bad, timeout=PATIENCE))
