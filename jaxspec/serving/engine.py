@@ -682,7 +682,9 @@ class Engine:
         for request in decoding + [piece.request for piece in pieces]:
             slot, params = request.slot, request.params
             table[slot] = request.lease.table_row(table.shape[1])
-            limits[slot] = min(self.max_context, request.lease.allocated - self.program.drafter.tree_nodes)
+            # The last token of a round has no row in it, and a tree's nodes beyond its depth never become history.
+            room = request.lease.allocated + 1 - (self._written - self._rows_each)
+            limits[slot] = min(self.max_context, room)
             pinned[slot] = _pinned(request)
             seeds[slot] = request.seed & 0xFFFFFFFF, request.seed >> 32
             samples[slot] = request.sample

@@ -115,8 +115,8 @@ SAMPLING = [
     Mutant(
         "ending-length-before-stop",
         _ENDING,
-        "        if stopped or (may_stop and token in self._stop_ids):",
-        "        if self.emitted < self._room and (stopped or (may_stop and token in self._stop_ids)):",
+        "        if stopped or by_id:",
+        "        if self.emitted < self._room and (stopped or by_id):",
         (f"{_END}::test_B17_stop_and_length_in_one_block",),
         "a stop exactly at max_tokens is a stop (B17)",
     ),

@@ -27,8 +27,8 @@ SCHEDULER = [
     Mutant(
         "scheduler-no-aging",
         _FILE,
-        "aged = request.priority + math.floor((now - request.arrived) / self.limits.aging_seconds)",
-        "aged = request.priority",
+        "-(priority + math.floor((now - arrived) / aging_seconds))",
+        "-priority",
         (f"{_TESTS}::test_low_priority_is_served_under_a_flood_of_high_priority",),
         "a flood of important requests must not starve the others",
     ),

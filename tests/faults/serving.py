@@ -52,8 +52,8 @@ SERVING = [
     Mutant(
         "serving-cancel-ignores-queue",
         "jaxspec/serving/worker.py",
-        "                self._waiting.remove(ticket)",
-        "                pass",
+        "            if ticket in self._waiting:\n                self._waiting.remove(ticket)\n",
+        "            if ticket in self._waiting:\n                pass\n",
         _SERVING_WORKER,
         "a request cancelled while it waits still takes its place and a prefill (B33)",
     ),
