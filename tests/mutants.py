@@ -22,6 +22,7 @@ from tests.faults import (
     dflash2,
     drafters,
     eagle,
+    engine,
     grammar,
     pages,
     planner,
@@ -50,6 +51,7 @@ MUTANTS: list[Mutant] = [
     *sampling.SAMPLING,
     *grammar.GRAMMAR,
     *scheduler.SCHEDULER,
+    *engine.ENGINE,
 ]
 
 if __name__ == "__main__":

@@ -176,6 +176,21 @@ def test_serve_config() -> None:
     assert "engine.max_context" in refused(
         "engine.prefill_chunk=99", "engine.max_context=64", base=base, model=ServeConfig
     )
+    for changes, word in (
+        (["engine.cost_table=t", "engine.tree_nodes=4", "drafter=d"], "engine.cost_table"),
+        (["engine.cost_table=t", "engine.confidence_threshold=0.5", "drafter=d"], "engine.confidence_threshold"),
+        (["engine.cost_table=t"], "drafter"),
+        (["engine.min_verify_rows=2"], "engine.cost_table"),
+        (
+            ["engine.cost_table=t", "engine.min_verify_rows=3", "engine.max_verify_rows=2", "drafter=d"],
+            "max_verify_rows",
+        ),
+        (["engine.grammar=true", "engine.rules=false"], "engine.rules"),
+        (["engine.slot_buckets=[9]"], "engine.num_slots"),
+        (["engine.confidence_threshold=2"], "engine.confidence_threshold"),
+        (["engine.sts_temperatures=f"], "drafter"),
+    ):
+        assert word in refused(*changes, base=base, model=ServeConfig)
     assert "65535" in refused("server.port=70000", base=base, model=ServeConfig)
     assert "server.port" in refused("port=1", base=base, model=ServeConfig)
 

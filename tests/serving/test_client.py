@@ -127,6 +127,38 @@ def test_command_info(command):
     assert json.loads(command("--info", "--json")[1])["max_context"] == 128
 
 
+def test_command_status(command):
+    assert "state: serving" in command("--status")[1]
+    assert json.loads(command("--status", "--json")[1])["compilations"] == 0
+
+
+def test_command_gives_n_answers(command):
+    code, out, _ = command("--ids", "1,2", "--n", "2", "--max-new-tokens", "4", "--json", "--priority", "3")
+    answers = json.loads(out)["answers"]
+    assert code == 0 and [one["token_ids"] for one in answers] == [expected_answer([1, 2], 4, i) for i in (0, 1)]
+    _, out, _ = command("--ids", "1,2", "--n", "2", "--max-new-tokens", "4")
+    assert out.splitlines() == [f"[{i}] {bytes(expected_answer([1, 2], 4, i)).decode()}" for i in (0, 1)]
+
+
+def test_command_sends_rules_and_refuses_what_is_no_rule(command, tmp_path):
+    rules = ["--repetition-penalty", "1.5", "--presence-penalty", "0.5", "--frequency-penalty", "0.5"]
+    more = ["--logit-bias", "3:1.5,4:-2", "--min-new-tokens", "2", "--logprobs", "1", "--prompt-logprobs", "1"]
+    code, out, _ = command(
+        "--ids", "1,2", *rules, *more, "--stop", "zz", "--stop", "yy", "--max-new-tokens", "4", "--json"
+    )
+    assert code == 0 and json.loads(out)["token_ids"] == expected_answer([1, 2], 4)
+    for arguments, word in [
+        (["--logit-bias", "3"], "--logit-bias"),
+        (["--marker", "x"], "--grammar"),
+        (["--grammar", "abnf", "x"], "--grammar"),
+        (["--grammar", "regex", f"@{tmp_path / 'absent'}"], "absent"),
+        (["--grammar", "regex", "a+"], "sampling.grammar"),
+        (["--repetition-penalty", "0"], "sampling.repetition_penalty"),
+    ]:
+        code, _, err = command("hello", *arguments)
+        assert code == 2 and word in err and err.count("\n") == 1
+
+
 def test_command_errors_are_one_line_and_exit_2(command, tmp_path):
     for arguments, word in [
         (["hello", "--temperature", "-1"], "temperature"),

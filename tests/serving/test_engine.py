@@ -39,6 +39,7 @@ def table_engine(confident: bool = False, **changes: Any) -> Engine:
         chance = np.random.default_rng(5).uniform(0.05, 0.99, (LANES * LANE, POSITIONS, M)).astype(np.float32)
         draft.params["confidence"] = chance
     options = {"num_slots": 4, "max_context": POSITIONS, "prefill_chunk": 8, "page_size": 4, "slot_buckets": (2,)}
+    options |= {"rules": False, "max_logprobs": None}  # test_engine_sampling.py has them
     return Engine(table_target(TABLE), draft, cache_fill=float("nan"), **{**options, **changes})
 
 
@@ -109,7 +110,8 @@ def test_B14_a_real_pair_answers_as_a_lone_request_does(chunk):
     target = tiny_target()
     draft = bigram_draft(target)
     lone = SlotRunner(target, num_slots=1, max_context=128, prefill_chunk=16)
-    engine = Engine(target, draft, num_slots=3, max_context=128, prefill_chunk=chunk, page_size=8, slot_buckets=(1,))
+    sizes = {"num_slots": 3, "max_context": 128, "prefill_chunk": chunk, "page_size": 8, "slot_buckets": (1,)}
+    engine = Engine(target, draft, **sizes, rules=False, max_logprobs=None)
     rng = random.Random(chunk)
     asked = []
     for _ in range(8):
