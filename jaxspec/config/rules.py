@@ -386,7 +386,8 @@ def check_serve(config: ServeConfig) -> None:
             "a tree has its own acceptance rule",
             "leave engine.acceptance out",
         )
-    for name in ("num_proposals", "tree_nodes", "ngram_min", "ngram_max", "draft_sampling", "survival_confidence"):
+    for name in ("num_proposals", "tree_nodes", "ngram_min", "ngram_max", "draft_sampling", "survival_confidence",
+                 "confidence_threshold"):  # fmt: skip
         if config.drafter is None and getattr(engine, name):
             raise contradiction(
                 f"engine.{name}", "drafter", "nothing is proposed without a drafter", f"leave engine.{name} out"

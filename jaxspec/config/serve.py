@@ -27,6 +27,9 @@ class EngineSection(Section):
         None, "how a sampled request's proposals are drawn; null takes the drafter's"
     )
     survival_confidence: bool = key(False, "confidence from the mode's mass, for drafters without a confidence head")
+    confidence_threshold: float = key(
+        0.0, "verify the proposals before the first whose confidence is below it, and a tree's nodes alike", ge=0, le=1
+    )
 
 
 class ServerSection(Section):

@@ -113,6 +113,8 @@ class SlotRunner:
             least = 2 if name == "max_context" else 1
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"engine.{name}: found {value!r}, expected an integer of at least {least}")
+        if not 0 <= confidence_threshold <= 1:
+            raise ConfigError(f"engine.confidence_threshold: found {confidence_threshold}, expected 0 (off) to 1")
         decoder = target.model
         max_context = min(max_context, decoder.config.max_position)
         drafter = draft.drafter if draft is not None else NoDrafter(decoder.config.vocab_size)

@@ -99,6 +99,7 @@ def load(config: ServeConfig, check: Callable[[], None], stages: Stages | None =
             prefill_chunk=engine.prefill_chunk,
             page_size=engine.page_size,
             acceptance=engine.acceptance,
+            confidence_threshold=engine.confidence_threshold,
             num_proposals=num_proposals,
         )
 
