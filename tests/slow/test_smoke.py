@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,6 +19,7 @@ from jaxspec.evaluation.tau import measure_tau
 from jaxspec.training.build import fresh_drafter, initial_params
 from tests.decoding.smollm2_pair import recorded
 from tests.slow import smoke
+from tests.slow.identical import Record, printing
 
 PROMPTS, NEW_TOKENS, TREE_NODES = 8, 32, 8
 WINDOW = 5  # steps at either end whose mean loss is compared: one batch of four answers is no measurement
@@ -30,23 +30,23 @@ def target() -> Target:
     return load_target("smollm2", "float32")
 
 
-def tau(target: Target, draft: Draft, num_proposals: int | None) -> float:
-    """tau on prompts that no data file holds, greedy, by the serving round."""
+def taus(target: Target, draft: Draft, num_proposals: int | None, *params: Any) -> list[float]:
+    """tau of each of these weights on prompts that no data file holds, greedy, by the serving round."""
     prompts = [record["prompt_ids"] for record in recorded()[:PROMPTS]]
     context = max(map(len, prompts)) + NEW_TOKENS
     runner = SlotRunner(target, draft, num_slots=PROMPTS, max_context=context, num_proposals=num_proposals)
-    return measure_tau(runner, prompts, SamplingParams(max_new_tokens=NEW_TOKENS))[0].tau
+    found = []
+    for weights in params:
+        runner.replace_draft(weights)
+        found.append(measure_tau(runner, prompts, SamplingParams(max_new_tokens=NEW_TOKENS))[0].tau)
+    return found
 
 
 @pytest.mark.parametrize("method", smoke.methods())
 @pytest.mark.slow("smoke", covers=("jaxspec", "pallas_kernels", "configs/smollm2", "demo/data"))
-def test_the_smoke_run_of_a_config_learns_and_serves(
-    method: str, target: Target, record_property: Callable[[str, Any], None]
-) -> None:
-    def record(name: str, value: Any) -> None:
-        print(f"{method}_{name}: {value}", flush=True)
-        record_property(f"{method}_{name}", value)
-
+def test_the_smoke_run_of_a_config_learns_and_serves(method: str, target: Target, record_property: Record) -> None:
+    shown = printing(record_property)
+    record: Record = lambda name, value: shown(f"{method}_{name}", value)  # noqa: E731
     record("cores", len(os.sched_getaffinity(0)))
     smoke.train(method, "run.fresh=true", "run.log_every=1")
     report = json.loads((smoke.directory(method) / "report.json").read_text())
@@ -63,9 +63,8 @@ def test_the_smoke_run_of_a_config_learns_and_serves(
     options = DraftOptions(tree_nodes=TREE_NODES if fresh.tree_nodes else None)
     draft, count = open_drafter(smoke.export(method), target, options)
     assert draft.drafter.method == method
-    params = initial_params(draft.drafter, jax.random.key(config.run.seed), "float32")
-    untrained = tau(target, Draft(draft.drafter, params), count)
-    trained = tau(target, draft, count)
+    begun = initial_params(draft.drafter, jax.random.key(config.run.seed), "float32")
+    untrained, trained = taus(target, draft, count, begun, draft.params)
     record("untrained_tau", round(untrained, 4))
     record("tau", round(trained, 4))
     assert last <= 0.9 * first, f"{method}: loss {first:.4f} -> {last:.4f}, expected at least 10 % lower"
