@@ -217,6 +217,20 @@ def test_B51_control_a_rows_own_token_in_place_of_the_next_one(trained: Any, mon
     assert acceptance(serve("eagle3", trained["eagle3"][0])) < 1.0
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_B51_control_the_state_of_the_row_before_the_newest(trained: Any, method: str, monkeypatch: Any) -> None:
+    """A commit that keeps another row's state proposes for another position, however good the weights are."""
+    commit = recurrent.RecurrentDrafter.commit
+
+    def late(self, params, shared, state, rows, layout):
+        shorter = dataclasses.replace(layout, lengths=jnp.maximum(layout.lengths - 1, jnp.minimum(layout.lengths, 1)))
+        kept = commit(self, params, shared, state, rows, shorter)
+        return dataclasses.replace(kept, pool=commit(self, params, shared, state, rows, layout).pool)
+
+    monkeypatch.setattr(recurrent.RecurrentDrafter, "commit", late)
+    assert acceptance(serve(method, trained[method][0])) < 0.5
+
+
 def test_B40_control_offsets_read_as_absolute_ids(trained: Any) -> None:
     params = trained["eagle3"][0]
     wrong = {**params, "d2t": params["d2t"] - jnp.arange(USED, dtype=jnp.int32)}  # id = draft id + (offset - draft id)
