@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.faults import conformance, ddtree, decoding, dflash2, drafters, eagle, project, serving, training
+from tests.faults import confidence, conformance, ddtree, decoding, dflash2, drafters, eagle, project, serving, training
 from tests.helpers.mutation import Mutant, main
 
 MUTANTS: list[Mutant] = [
@@ -30,6 +30,7 @@ MUTANTS: list[Mutant] = [
     *ddtree.DDTREE,
     *dflash2.DFLASH2,
     *eagle.EAGLE,
+    *confidence.CONFIDENCE,
 ]
 
 if __name__ == "__main__":

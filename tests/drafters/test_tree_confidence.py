@@ -58,7 +58,8 @@ def propose(made: Draft) -> Any:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_B12_a_nodes_confidence_depends_on_no_draw_and_is_there_behind_its_option(method: str) -> None:
-    out = propose(draft(method))
+    made = draft(method)
+    out = propose(made)
     confidence = np.asarray(out.confidence)
     assert confidence.shape == out.tokens.shape and ((confidence >= 0) & (confidence <= 1)).all()
     np.testing.assert_array_equal(confidence[0], confidence[1])  # the same context, another temperature
@@ -66,7 +67,12 @@ def test_B12_a_nodes_confidence_depends_on_no_draw_and_is_there_behind_its_optio
     for parent in set(parents.tolist()):  # siblings share one distribution
         assert confidence[0][parents == parent].sum() <= 1 + 1e-5
     assert len(set(depths.tolist())) > 1 and np.ptp(confidence[0]) > 1e-3
-    if "first" in str((out.trace or {}).keys()):
+    tokens = np.asarray(out.tokens)[0]
+    if method == "ddtree":
+        logits = made.drafter.inner.block_logits(made.shared(TARGET), out.trace["draft_hidden"][:, 1:])
+        expected = np.asarray(jax.nn.softmax(logits, axis=-1))[0, depths - 1, tokens]
+        np.testing.assert_allclose(confidence[0], expected, rtol=1e-5)
+    else:
         first = np.asarray(jax.nn.softmax(out.trace["draft_first_logits"], axis=-1))[0]
         top = np.flatnonzero(depths == 1)
         np.testing.assert_allclose(np.sort(confidence[0][top])[::-1], np.sort(first)[::-1][: len(top)], rtol=1e-5)
@@ -103,9 +109,10 @@ def test_B14_a_threshold_prunes_trees_and_changes_no_token(method: str) -> None:
 
 
 def test_a_threshold_without_a_confidence_or_out_of_range_is_an_error() -> None:
-    runner = SlotRunner(TARGET, draft("eagle2", survival=False), num_slots=1, max_context=32, confidence_threshold=0.5)
-    with pytest.raises(ConfigError, match=r"engine\.confidence_threshold: found 0\.5, expected 0: the eagle drafter"):
-        runner.warm_up()
+    for silent, name in ((draft("eagle2", survival=False), "eagle"), (tiny_draft(TARGET), "dflash")):
+        runner = SlotRunner(TARGET, silent, num_slots=1, max_context=32, confidence_threshold=0.5)
+        with pytest.raises(ConfigError, match=rf"confidence_threshold: found 0\.5, expected 0: the {name} drafter"):
+            runner.warm_up()
     for wrong in (-0.1, 1.5, float("nan")):
         with pytest.raises(ConfigError, match=r"engine\.confidence_threshold: found .*, expected 0 \(off\) to 1"):
             SlotRunner(TARGET, None, num_slots=1, max_context=32, confidence_threshold=wrong)
