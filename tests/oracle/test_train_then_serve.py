@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.drafters.ddtree import DDTree
 from jaxspec.drafters.dflash import DFlash
 from jaxspec.drafters.dspark import DSpark, DSparkObjective
 from jaxspec.drafters.markov import MarkovConfig
@@ -35,6 +36,13 @@ def test_B51_training_reaches_100_percent_and_serving_accepts_100_percent(traine
     _, counter, _ = world.serve(drafter, params, LAG)
     assert counter.tau == drafter.num_proposals + 1 == world.PROPOSALS + 1
     assert world.acceptance(counter) == 1.0
+
+
+def test_B51_the_same_weights_propose_the_answer_as_a_tree(trained):
+    """DDTree over a trained DFlash: the best path of its marginals is the answer."""
+    tree = DDTree(world.make("dflash"), 9)
+    _, counter, _ = world.serve(tree, trained["dflash"][0], LAG)
+    assert counter.tau == world.PROPOSALS + 1
 
 
 def batch_of(answers, table, drafter, lag):
