@@ -143,11 +143,11 @@ def of_tokens(tokens: Any, length: int, features: Any, anchors: Any) -> Batch:
 
 
 def serve(
-    drafter: Any, params: Any, lag: int, prompts: Any = (6, 9, 13), new_tokens: int = 24
+    drafter: Any, params: Any, lag: int, prompts: Any = (6, 9, 13), new_tokens: int = 24, loaded: Loaded | None = None
 ) -> tuple[list[Completion], TauCounter, list[int]]:
     """Completions, tau and the table of a world that training never saw; the text is the target's, whatever the drafter
     says."""
-    loaded = target(lag)
+    loaded = target(lag) if loaded is None else loaded
     runner = SlotRunner(
         loaded, Drafted(drafter, params), num_slots=2, max_context=48, prefill_chunk=4, page_size=4,
         cache_fill=float("nan"),
