@@ -1,9 +1,11 @@
-"""`make test-slow-identity`: 8 prompts x 512 tokens of SmolLM2, with and without drafters, token for token.
+"""`make test-slow-identity` and its kin: 8 prompts x 512 tokens of SmolLM2, with and without drafters, token for token.
 
     identity         fresh DFlash and DSpark drafts (nearly all rejected), and one that recites the answer with one
                      mistake a round, so that every accept length occurs
-    identity-blocks  DFlash 2, DFlare, DDTree and DSpark as their smoke runs train them, n-gram lookup, a small model
-    identity-eagle   EAGLE and EAGLE-3 as their smoke runs train them: chains, a fixed tree, grown trees
+    identity-blocks  DFlash 2, DFlare and DSpark as their smoke runs train them
+    identity-others  DDTree over the smoke run's DFlash, n-gram lookup, a small model
+    identity-eagle   EAGLE as its smoke run trains it: a chain, a fixed tree, a grown one (EAGLE-2)
+    identity-eagle3  EAGLE-3 as its smoke run trains it: a chain and a grown tree
 
 Training comes first where it was not done before; a drafter that is never right would prove nothing.
 """
@@ -11,6 +13,7 @@ Training comes first where it was not done before; a drafter that is never right
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -35,12 +38,22 @@ FIXED = StaticTree(((0,), (1,), (0, 0), (0, 1), (0, 0, 0)))
 NOISE = 0.1  # of a matrix's own standard deviation: such a copy of the target is right more often than not
 
 
-def fresh(plain: Plain) -> None:
-    """Drafters that know nothing, and one that knows everything but says it wrong once a round."""
-    for method in ("dflash", "dspark"):
-        plain.check(method, fresh_draft(plain.target, method, BLOCK, SEED))
+@pytest.fixture(scope="module")
+def plain() -> Plain:
+    """Decoded once for all drafters of a check."""
+    return Plain.of()
+
+
+@pytest.mark.parametrize("name", ["dflash", "dspark", "reciter"])
+@pytest.mark.slow("identity", covers=COVERS)
+def test_B14_identity_on_a_real_model(name: str, plain: Plain, record_property: Record) -> None:
+    record_property("seed", SEED)
+    if name != "reciter":
+        plain.check(name, fresh_draft(plain.target, name, BLOCK, SEED), printing(record_property))
+        return
     known = [[*one.prompt_ids, *one.tokens] for one in plain.answers]
-    accepted = plain.check("reciter", reciter(plain.target.config.vocab_size, BLOCK, known))
+    draft = reciter(plain.target.config.vocab_size, BLOCK, known)
+    accepted = plain.check(name, draft, printing(record_property))
     assert all(accepted[r] for r in range(BLOCK + 1)), accepted
 
 
@@ -49,6 +62,12 @@ def trained(method: str, target: Target, **changes: Any) -> Draft:
     smoke.train(method)
     draft = load_drafter(smoke.export(method), target)
     return dataclasses.replace(draft, drafter=dataclasses.replace(draft.drafter, **changes))
+
+
+def ddtree(target: Target) -> Draft:
+    """The smoke run's DFlash, asked for a tree."""
+    draft = trained("dflash", target)
+    return dataclasses.replace(draft, drafter=DDTree(draft.drafter, NODES))
 
 
 def noisy_copy(target: Target) -> Draft:
@@ -63,36 +82,44 @@ def noisy_copy(target: Target) -> Draft:
     return Draft(SmallModel(target.model, num_proposals=CHAIN), params)
 
 
-def sometimes_right(plain: Plain, drafts: dict[str, Draft]) -> None:
-    """Every drafter must have accepted and refused proposals."""
-    for name, draft in drafts.items():
-        accepted = plain.check(name, draft)
-        assert accepted[0] and sum(accepted[r] for r in accepted if r), f"{name}: {accepted}"
+def recurrent(method: str, tree: Any) -> Callable[[Target], Draft]:
+    return lambda target: trained(method, target, tree=tree, chain_length=CHAIN)
 
 
-@pytest.mark.slow("identity", covers=COVERS)
-def test_B14_identity_on_a_real_model(record_property: Record) -> None:
+CHECKS: dict[str, dict[str, Callable[[Target], Draft]]] = {
+    "identity-blocks": {
+        "dflash2": lambda target: trained("dflash2", target),
+        "dflare": lambda target: trained("dflare", target),
+        "dspark": lambda target: trained("dspark", target),
+    },
+    "identity-others": {
+        "ddtree": ddtree,
+        "ngram": lambda target: Draft(NGram(target.config.vocab_size, num_proposals=CHAIN), {}),
+        "small_model": noisy_copy,
+    },
+    "identity-eagle": {
+        "eagle_chain": recurrent("eagle", None),
+        "eagle_tree": recurrent("eagle", FIXED),
+        "eagle2_tree": recurrent("eagle", GROWN),
+    },
+    "identity-eagle3": {
+        "eagle3_chain": recurrent("eagle3", None),
+        "eagle3_tree": recurrent("eagle3", GROWN),
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        pytest.param(name, make, id=name, marks=pytest.mark.slow(check, covers=(*COVERS, "configs/smollm2")))
+        for check, drafts in CHECKS.items()
+        for name, make in drafts.items()
+    ],
+)
+def test_B14_identity_with_a_drafter_that_is_sometimes_right(
+    name: str, make: Callable[[Target], Draft], plain: Plain, record_property: Record
+) -> None:
     record_property("seed", SEED)
-    fresh(Plain.of(printing(record_property)))
-
-
-@pytest.mark.slow("identity-blocks", covers=(*COVERS, "configs/smollm2"))
-def test_B14_block_drafters_lookup_and_a_small_model(record_property: Record) -> None:
-    record_property("seed", SEED)
-    plain = Plain.of(printing(record_property))
-    target = plain.target
-    blocks = {method: trained(method, target) for method in ("dflash2", "dflare", "dspark")}
-    dflash = trained("dflash", target)
-    blocks["ddtree"] = dataclasses.replace(dflash, drafter=DDTree(dflash.drafter, NODES))
-    blocks["ngram"] = Draft(NGram(target.config.vocab_size, num_proposals=CHAIN), {})
-    sometimes_right(plain, {**blocks, "small_model": noisy_copy(target)})
-
-
-@pytest.mark.slow("identity-eagle", covers=(*COVERS, "configs/smollm2"))
-def test_B14_eagle_chains_and_trees(record_property: Record) -> None:
-    record_property("seed", SEED)
-    plain = Plain.of(printing(record_property))
-    eagle, eagle3 = (trained(method, plain.target, chain_length=CHAIN) for method in ("eagle", "eagle3"))
-    of = lambda draft, tree: dataclasses.replace(draft, drafter=dataclasses.replace(draft.drafter, tree=tree))  # noqa: E731
-    drafts = {"eagle_chain": of(eagle, None), "eagle_tree": of(eagle, FIXED), "eagle2_tree": of(eagle, GROWN)}
-    sometimes_right(plain, drafts | {"eagle3_chain": of(eagle3, None), "eagle3_tree": of(eagle3, GROWN)})
+    accepted = plain.check(name, make(plain.target), printing(record_property))
+    assert accepted[0] and sum(accepted[r] for r in accepted if r), f"{name} was always or never right: {accepted}"
