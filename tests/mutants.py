@@ -16,6 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests.faults import (
+    confidence,
     conformance,
     ddtree,
     decoding,
@@ -46,6 +47,7 @@ MUTANTS: list[Mutant] = [
     *ddtree.DDTREE,
     *dflash2.DFLASH2,
     *eagle.EAGLE,
+    *confidence.CONFIDENCE,
     *planner.PLANNER,
     *pages.PAGES,
     *sampling.SAMPLING,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from jaxspec.config import ServeConfig, TrainConfig, build, describe, load_config, render
+from jaxspec.config import DrafterSection, ServeConfig, TrainConfig, build, describe, load_config, render
 from jaxspec.config.loading import nearest_key
 from jaxspec.config.schema import walk
 from jaxspec.errors import ConfigError
+from tests.slow import smoke
 
 BASE = ["target.source=smollm2", "data.path=answers.npz", "run.directory=out/run", "run.steps=3"]
 DFLASH = [*BASE, "drafter.method=dflash"]
@@ -247,6 +249,19 @@ def test_shipped_configs_load(root: Path) -> None:
         model = ServeConfig if file.parent.name == "serve" else TrainConfig
         load_config(model, file)
         assert "# command:" in file.read_text() and "# hardware:" in file.read_text(), f"{file}: header"
+
+
+def test_every_trainable_method_has_a_config_whose_smoke_command_is_whole() -> None:
+    """What the header tells a user to type, loaded: the method's own, limited, and away from the full run's folders."""
+    trainable = get_args(DrafterSection.model_fields["method"].annotation)
+    assert smoke.methods() == sorted(trainable)
+    for method in trainable:
+        full = load_config(TrainConfig, smoke.CONFIGS / f"{method}.yaml")
+        short = load_config(TrainConfig, smoke.CONFIGS / f"{method}.yaml", smoke.overrides(method))
+        assert full.drafter.method == short.drafter.method == method
+        assert full.run.directory == f"out/smollm2/{method}" and full.run.export == f"out/smollm2/{method}/drafter"
+        assert short.run.steps and smoke.ROOT / short.run.directory == smoke.directory(method)
+        assert smoke.ROOT / str(short.run.export) == smoke.export(method)
 
 
 @pytest.mark.parametrize("model", [TrainConfig, ServeConfig])

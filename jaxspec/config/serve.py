@@ -33,7 +33,9 @@ class EngineSection(Section):
     )
     survival_confidence: bool = key(False, "confidence from the mode's mass, for drafters without a confidence head")
     sts_temperatures: str | None = key(None, "STS file that calibrates a DSpark drafter's confidence", min_length=1)
-    confidence_threshold: float = key(0.0, "verify the proposals before the first below this confidence", ge=0, le=1)
+    confidence_threshold: float = key(
+        0.0, "verify the proposals before the first whose confidence is below it, and a tree's nodes alike", ge=0, le=1
+    )
     cost_table: str | None = key(
         None, "JSON table of what a round costs; with it a budget of proposals follows the load", min_length=1
     )

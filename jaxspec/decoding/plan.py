@@ -5,15 +5,28 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.drafters.base import Tree
 from jaxspec.errors import ConfigError, problem
+
+
+def confident_nodes(tree: Tree, confidence: Float[Array, "R n"], threshold: float) -> Tree:
+    """The tree without the nodes whose confidence, or that of a node on their way, is below `threshold`."""
+
+    def below(_: int, kept: Array) -> Array:
+        rows = jnp.pad(kept, ((0, 0), (1, 0)), constant_values=True)
+        return kept & jnp.take_along_axis(rows, tree.parents, axis=1)
+
+    kept = tree.valid & (confidence >= threshold)
+    return dataclasses.replace(tree, valid=jax.lax.fori_loop(1, tree.max_depth, below, kept))
 
 
 def verify_lengths(
     positions: Int[Array, "R"],
-    num_proposals: int,
+    num_proposals: int | Int[Array, "R"],
     limit: int | Int[Array, "R"],
     confidence: Float[Array, "R m"] | None = None,
     threshold: float = 0.0,
@@ -23,7 +36,7 @@ def verify_lengths(
 
     Whether slot k is kept depends on tokens before k only, since its confidence does.
     """
-    lengths = jnp.full(positions.shape, num_proposals, jnp.int32)
+    lengths = jnp.broadcast_to(jnp.asarray(num_proposals, jnp.int32), positions.shape)
     if threshold > 0 and confidence is not None:
         lengths = jnp.sum(jnp.cumprod((confidence >= threshold).astype(jnp.int32), axis=1), axis=1)
     return jnp.clip(jnp.minimum(lengths, limit - 2 - positions), 0).astype(jnp.int32)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from jaxspec.decoding.logprobs import Logprobs, logprobs
-from jaxspec.decoding.plan import Schedule, allocate, verify_lengths
+from jaxspec.decoding.plan import Schedule, allocate
 from jaxspec.decoding.processors import SlotRules, unpack_mask
 from jaxspec.decoding.round import DecodeState, Program, SlotState, Weights
 from jaxspec.decoding.sampling import SlotSampling
@@ -248,11 +248,8 @@ class RaggedProgram(Program):
 
     def _lengths(self, view: DecodeState, proposal: Proposal, inputs: RoundInput) -> Int[Array, "R"]:
         """Proposals that are verified: what the request may have and its pages hold, by survival under a budget."""
-        m = proposal.tokens.shape[1] if proposal.tree is None else proposal.tree.max_depth
-        threshold = 0.0 if proposal.tree is not None else self.confidence_threshold
-        fits = verify_lengths(view.slots.positions, m, inputs.limits, proposal.confidence, threshold)
-        most = jnp.minimum(fits, inputs.proposals)
-        if self.schedule is None or not m or proposal.tree is not None:
+        most = jnp.minimum(self.plan(view, proposal, inputs.limits), inputs.proposals)
+        if self.schedule is None or not proposal.tokens.shape[1] or proposal.tree is not None:
             return most
         confidence = inputs.confidence if proposal.confidence is None else proposal.confidence
         assert confidence is not None

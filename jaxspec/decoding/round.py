@@ -13,11 +13,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from jaxspec.decoding.acceptance import Acceptance, accept
-from jaxspec.decoding.plan import verify_lengths
+from jaxspec.decoding.plan import confident_nodes, verify_lengths
 from jaxspec.decoding.sampling import SlotSampling
 from jaxspec.decoding.trees import accept_tree, compact, tree_layout
 from jaxspec.drafters.base import Drafter, Proposal, Rows, Shared, Slots, first_proposals
 from jaxspec.drafters.draws import Purpose, inverse_cdf, round_keys, uniforms
+from jaxspec.errors import ConfigError
 from jaxspec.models.attention import PagedCausal
 from jaxspec.models.cache import KVPool, init_pool
 from jaxspec.models.decoder import Decoder
@@ -143,18 +144,36 @@ class Program:
     # -- the five functions -------------------------------------------------------------------------------------------
 
     def propose(self, weights: Weights, state: DecodeState, keys: Key[Array, "R"]) -> Proposal:
-        """The drafter's guess for every slot."""
+        """The drafter's guess for every slot. Raises ConfigError for a threshold that no confidence goes with."""
         slots = state.slots
         view = Slots(slots.anchors, slots.positions, slots.page_table, slots.live)
         proposal = self.drafter.propose(weights.draft, weights.shared, state.draft, view, keys, slots.sampling)
+        if self.confidence_threshold > 0:
+            proposal = self._confident(proposal)
         return proposal if self.num_proposals is None else first_proposals(proposal, self.num_proposals)
 
-    def plan(self, state: DecodeState, proposal: Proposal) -> Int[Array, "R"]:
-        """Proposals of each slot that the target will look at."""
-        m = proposal.tokens.shape[1] if proposal.tree is None else proposal.tree.max_depth
-        return verify_lengths(
-            state.slots.positions, m, self.max_context, proposal.confidence, self.confidence_threshold
-        )
+    def _confident(self, proposal: Proposal) -> Proposal:
+        """A tree loses its doubtful branches here, once for all who read it; a chain is cut by the plan."""
+        if proposal.confidence is None:
+            raise ConfigError(
+                f"engine.confidence_threshold: found {self.confidence_threshold:g}, expected 0: the "
+                f"{self.drafter.method} drafter gives no confidence (engine.survival_confidence adds one to methods "
+                "that have it)"
+            )
+        if proposal.tree is None:
+            return proposal
+        tree = confident_nodes(proposal.tree, proposal.confidence, self.confidence_threshold)
+        return dataclasses.replace(proposal, tree=tree)
+
+    def plan(self, state: DecodeState, proposal: Proposal, limits: Int[Array, "R"] | None = None) -> Int[Array, "R"]:
+        """Proposals of each slot that the target will look at; of a tree, the levels. `limits` are the slots' own,
+        where they are not max_context."""
+        limit = self.max_context if limits is None else limits
+        if proposal.tree is not None:
+            levels = jnp.max(jnp.where(proposal.tree.valid, proposal.tree.depths, 0), axis=1)
+            return verify_lengths(state.slots.positions, levels, limit)
+        m = proposal.tokens.shape[1]
+        return verify_lengths(state.slots.positions, m, limit, proposal.confidence, self.confidence_threshold)
 
     def verify(
         self, weights: Weights, state: DecodeState, proposal: Proposal, lengths: Int[Array, "R"]

@@ -349,3 +349,29 @@ class DSpark(BlockDrafter):
                 "and confidence terms compare with the target's own distribution"
             )
         return (hidden, z, labels, confidence, teacher), mask
+
+
+def with_fresh_heads(
+    drafter: BlockDrafter, params: ly.Params, key: Key[Array, ""], heads: MarkovConfig
+) -> tuple[DSpark, ly.Params]:
+    """A DSpark that computes exactly what a DFlash with these weights does, to be trained further: `key` draws its
+    heads, and a zero W2 keeps them silent.
+
+    Every row predicts what it did: DeepSpec's `dflash_*` (a DSpark without heads) uses the anchor's, a z-lab DFlash
+    does not.
+    """
+    deepspec = isinstance(drafter, DSpark) and drafter.layout == DEEPSPEC
+    grown = DSpark(
+        dataclasses.replace(drafter.config, source_config=None),
+        heads=heads,
+        sample_from_anchor=isinstance(drafter, DSpark) and drafter.sample_from_anchor,
+        layout=DEEPSPEC if deepspec else SPECFORGE,
+        objective_config=DSparkObjective(
+            denominator_eps=1e-6 if deepspec else 0.0, confidence_alpha=1.0 if heads.confidence else 0.0
+        ),
+    )
+    fresh = {**grown.init(key, params["norm"]["weight"].dtype), **params}
+    if heads.rank:
+        silent = jax.tree.map(jnp.zeros_like, fresh["markov_head"]["markov_w2"])
+        fresh["markov_head"] = {**fresh["markov_head"], "markov_w2": silent}
+    return grown, fresh
