@@ -15,7 +15,9 @@ class EngineSection(Section):
     """Slots, shapes, pages and what requests may ask for; all of it is fixed at start-up and compiled once."""
 
     num_slots: int = key(8, "requests decoded together", ge=1)
-    slot_buckets: tuple[int, ...] = key((), "smaller numbers of slots to compile for; empty is 1, 4, 16 …")
+    slot_buckets: tuple[int, ...] = key(
+        (), "smaller numbers of slots to compile for; empty is 1, 4, 16 …", strict=False
+    )
     max_context: int = key(2048, "longest prompt + output of a request, in tokens", ge=2)
     prefill_chunk: int = key(64, "prompt rows of a round", ge=1)
     prefill_pieces: int = key(4, "prompts that share the prompt rows of a round", ge=1)
