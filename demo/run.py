@@ -189,6 +189,8 @@ def server(drafter: str) -> Iterator[str]:
         f"engine.num_slots={SLOTS}",
         f"engine.max_context={CONTEXT}",
         "engine.prefill_chunk=128",
+        f"engine.slot_buckets=[{SLOTS}]",  # all prompts come at once: no smaller program would run
+        "engine.pause_drafting=false",  # forwards are counted, also where they cost time
     ]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:

@@ -24,13 +24,15 @@ Prompt = str | Messages | Sequence[int]  # a user turn, a conversation, or token
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """One answer. `accepted_lengths` holds r, the accepted proposals, of every round; tau is the mean of r + 1."""
+    """One answer. `accepted_lengths` holds r, the accepted proposals, of every round; tau is the mean of r + 1. With
+    `context_limit` the context ended before max_new_tokens."""
 
     text: str
-    tokens: tuple[int, ...]
+    token_ids: tuple[int, ...]
     prompt_ids: tuple[int, ...]
     finish_reason: str
     accepted_lengths: tuple[int, ...]
+    context_limit: bool
 
     @property
     def rounds(self) -> int:
@@ -62,9 +64,10 @@ class Engine:
         """
         params = self._params(sampling)
         if _is_prompt(prompts):
-            return self._answer(generate(self.runner, [self.encode(prompts)], params)[0])  # type: ignore[arg-type]
+            done = generate(self.runner, [self.encode(prompts)], params)  # type: ignore[arg-type]
+            return self._answer(done[0], params)
         ids = [self.encode(prompt) for prompt in prompts]  # type: ignore[arg-type]
-        return [self._answer(one) for one in generate(self.runner, ids, params)]
+        return [self._answer(one, params) for one in generate(self.runner, ids, params)]
 
     def stream(self, prompt: Prompt, **sampling: Any) -> Iterator[str]:
         """Text of one answer, piece by piece, never inside a character."""
@@ -94,9 +97,10 @@ class Engine:
             sampling = {**sampling, "stop_token_ids": tuple(sampling["stop_token_ids"])}
         return SamplingParams(**sampling)
 
-    def _answer(self, done: Completion) -> Answer:
+    def _answer(self, done: Completion, params: SamplingParams) -> Answer:
         text = self._codec.decode(done.tokens)
-        return Answer(text, done.tokens, done.prompt_ids, done.finish_reason, done.accepted)
+        limit = done.finish_reason == "length" and len(done.tokens) < params.max_new_tokens
+        return Answer(text, done.tokens, done.prompt_ids, done.finish_reason, done.accepted, limit)
 
 
 def load(

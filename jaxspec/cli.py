@@ -7,12 +7,15 @@ was asked for, so `jaxspec --help` needs neither jax nor grpc.
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
 import platform
+import re
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
 from jaxspec import __version__
 from jaxspec.errors import JaxspecError
@@ -39,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs `jaxspec ARGV`. Returns the exit code: 0, 1 for a failed check, 2 for an error that the user can mend."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     chosen = next((word for word in arguments if not word.startswith("-")), None)
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="jaxspec", description="Trains and serves speculative-decoding drafters in JAX.", allow_abbrev=False
     )
     parser.add_argument(
@@ -47,11 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    meant = parser
     for name, (module, summary) in COMMANDS.items():
         sub = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         if name == chosen:
             _fill(sub, module)
-    args = _parse(parser, arguments)
+            meant = sub
+    args = _parse(parser, arguments, meant)
     if args.command is None:
         parser.print_help()
         return 0
@@ -61,16 +66,39 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_command(name: str, argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand under the name of the script that called it (`train.py`, `serve.py`)."""
     module, summary = COMMANDS[name]
-    parser = argparse.ArgumentParser(description=summary, allow_abbrev=False)
+    parser = Parser(description=summary, allow_abbrev=False)
     _fill(parser, module)
-    return _run(module, _parse(parser, argv))
+    return _run(module, _parse(parser, argv, parser))
 
 
-def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """parse_args, with `section.key=value` allowed before and after the options."""
+class Parser(argparse.ArgumentParser):
+    """An argparse parser whose errors are one line, as all of jaxspec's are, with the nearest name."""
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the line and exits with 2."""
+        line = " ".join(message.split())
+        choice = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", line)
+        if choice:
+            line += _nearest(choice[1], re.findall(r"[\w-]+", choice[2]))
+        self.exit(_EXIT_ERROR, f"error: {line} ({self.prog} --help lists all)\n")
+
+    def unknown(self, words: Sequence[str]) -> NoReturn:
+        """The same for arguments that nothing has taken."""
+        known = re.findall(r"(?<![\w-])--[a-z][a-z-]*", self.format_help())
+        near = _nearest(words[0].partition("=")[0], known) if words[0].startswith("-") else ""
+        self.error(f"unknown argument: {' '.join(words)}{near}")
+
+
+def _nearest(found: str, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(found, names, n=1)
+    return f"; the nearest is {near[0]}" if near else ""
+
+
+def _parse(parser: Parser, argv: Sequence[str] | None, meant: Parser) -> argparse.Namespace:
+    """parse_args, with `section.key=value` allowed before and after the options; `meant` is the command's own."""
     args, extra = parser.parse_known_args(argv)
     if extra and not (hasattr(args, "overrides") and all("=" in word and not word.startswith("-") for word in extra)):
-        parser.error(f"unrecognized arguments: {' '.join(extra)}")
+        meant.unknown(extra)
     if extra:
         args.overrides = [*args.overrides, *extra]
     return args

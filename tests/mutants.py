@@ -16,15 +16,22 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests.faults import (
+    confidence,
     conformance,
     ddtree,
     decoding,
     dflash2,
     drafters,
     eagle,
+    engine,
+    grammar,
     kernels,
     kernels_anchor,
+    pages,
+    planner,
     project,
+    sampling,
+    scheduler,
     serving,
     training,
 )
@@ -44,6 +51,13 @@ MUTANTS: list[Mutant] = [
     *eagle.EAGLE,
     *kernels.KERNELS,
     *kernels_anchor.ANCHOR,
+    *confidence.CONFIDENCE,
+    *planner.PLANNER,
+    *pages.PAGES,
+    *sampling.SAMPLING,
+    *grammar.GRAMMAR,
+    *scheduler.SCHEDULER,
+    *engine.ENGINE,
 ]
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import os
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 import jaxspec
 from jaxspec import cli, errors, platform
+from jaxspec.checkpoints.cache import compilation_cache
 from jaxspec.commands import doctor
 from tests.helpers.process import run_python
 
@@ -82,13 +84,30 @@ def test_overrides_stand_before_and_after_options(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(
-    "arguments", [["bogus"], ["doctor", "extra"], ["train"], ["config"], ["train", "--conf", "x"], ["--jsn"]]
+    ("arguments", "words"),
+    [
+        (["bogus"], "'bogus'"),
+        (["trian"], "the nearest is train"),
+        (["doctor", "extra"], "unknown argument: extra (jaxspec doctor --help"),
+        (["doctor", "--jsn"], "unknown argument: --jsn; the nearest is --json"),
+        (["client", "hi", "--max-new-token=3"], "the nearest is --max-new-tokens"),
+        (["convert", "a", "--target", "t", "--out", "o", "--to", "zlap"], "the nearest is zlab"),
+        (["train"], "--config"),
+        (["config"], "required"),
+        (["config", "srve"], "the nearest is serve"),
+        (["train", "--conf", "x"], "--config"),
+        (["generate", "--num-slots", "x"], "invalid int value: 'x'"),
+        (["--debgu"], "the nearest is --debug"),
+    ],
 )
-def test_usage_errors_exit_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_errors_are_one_line_with_the_nearest_name(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(arguments)
     assert end.value.code == 2
-    assert "usage:" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: ") and shown.count("\n") == 1 and words in shown, shown
 
 
 def test_doctor_reports_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,6 +116,7 @@ def test_doctor_reports_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["versions"]["jaxspec"] == jaxspec.__version__
     assert report["jax"]["backend"] and report["jax"]["devices"]
     assert set(report["caches"]) == {"compilation", "targets", "hub"}
+    assert set(report["caches"]["compilation"]) == {"process", "serve"}
     assert all(entry["chosen"] in entry["available"] for entry in report["kernels"].values())
     assert "array-record" in report["optional"]
 
@@ -108,6 +128,15 @@ def test_doctor_text_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"{heading}\n" in text
     assert cli.main(["version", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == doctor.versions()
+
+
+def test_doctor_names_the_folder_in_which_serve_keeps_its_executables(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cli.main(["doctor"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "compilation:" in line]
+    assert str(compilation_cache()) in line and str(compilation_cache()).startswith(str(tmp_path))
 
 
 def test_nothing_of_libtpu_on_a_machine_without_a_tpu() -> None:
@@ -162,8 +191,8 @@ class Engine:
 
     def generate(self, prompts: list[str], **sampling: object) -> list[SimpleNamespace]:
         assert sampling["max_new_tokens"] == 7 and sampling["seed"] is None
-        answer = {"tokens": (1, 2, 3), "prompt_ids": (9,), "finish_reason": "stop", "rounds": 2, "tau": 1.5}
-        return [SimpleNamespace(text=prompt.upper(), **answer) for prompt in prompts]
+        answer = {"token_ids": (1, 2, 3), "prompt_ids": (9,), "finish_reason": "length", "rounds": 2, "tau": 1.5}
+        return [SimpleNamespace(text=prompt.upper(), context_limit="full" in prompt, **answer) for prompt in prompts]
 
     def stream(self, prompt: str, **sampling: object) -> list[str]:
         return list(prompt.upper())
@@ -195,6 +224,23 @@ def test_generate_prints_text_json_and_a_stream(
     assert capsys.readouterr().out == "ONE\n"
     assert [call["drafter"] for call in loaded] == [None, "d", None, None]
     assert [call["num_slots"] for call in loaded] == [1, 2, 1, 1]
+
+
+def test_generate_reads_standard_input_and_says_when_the_context_was_full(
+    loaded: list[dict[str, object]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = ["generate", "--target", "t", "--max-new-tokens", "7"]
+    for arguments in (["-"], []):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(" full \n"))
+        assert cli.main([*base, *arguments]) == 0
+        out, err = capsys.readouterr()
+        assert out == " FULL \n" and "context was full after 3 new tokens" in err and err.count("\n") == 1
+    assert cli.main([*base, "full", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["context_limit"] is True and err == ""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
+    assert cli.main([*base, "-"]) == 2
+    assert "standard input: nothing" in capsys.readouterr().err
 
 
 def test_generate_refuses_no_slots(capsys: pytest.CaptureFixture[str]) -> None:

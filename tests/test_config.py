@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from jaxspec.config import ServeConfig, TrainConfig, build, describe, load_config, render
+from jaxspec.config import DrafterSection, ServeConfig, TrainConfig, build, describe, load_config, render
 from jaxspec.config.loading import nearest_key
 from jaxspec.config.schema import walk
 from jaxspec.errors import ConfigError
+from tests.slow import smoke
 
 BASE = ["target.source=smollm2", "data.path=answers.npz", "run.directory=out/run", "run.steps=3"]
 DFLASH = [*BASE, "drafter.method=dflash"]
@@ -176,6 +178,21 @@ def test_serve_config() -> None:
     assert "engine.max_context" in refused(
         "engine.prefill_chunk=99", "engine.max_context=64", base=base, model=ServeConfig
     )
+    for changes, word in (
+        (["engine.cost_table=t", "engine.tree_nodes=4", "drafter=d"], "engine.cost_table"),
+        (["engine.cost_table=t", "engine.confidence_threshold=0.5", "drafter=d"], "engine.confidence_threshold"),
+        (["engine.cost_table=t"], "drafter"),
+        (["engine.min_verify_rows=2"], "engine.cost_table"),
+        (
+            ["engine.cost_table=t", "engine.min_verify_rows=3", "engine.max_verify_rows=2", "drafter=d"],
+            "max_verify_rows",
+        ),
+        (["engine.grammar=true", "engine.rules=false"], "engine.rules"),
+        (["engine.slot_buckets=[9]"], "engine.num_slots"),
+        (["engine.confidence_threshold=2"], "engine.confidence_threshold"),
+        (["engine.sts_temperatures=f"], "drafter"),
+    ):
+        assert word in refused(*changes, base=base, model=ServeConfig)
     assert "65535" in refused("server.port=70000", base=base, model=ServeConfig)
     assert "server.port" in refused("port=1", base=base, model=ServeConfig)
 
@@ -232,6 +249,19 @@ def test_shipped_configs_load(root: Path) -> None:
         model = ServeConfig if file.parent.name == "serve" else TrainConfig
         load_config(model, file)
         assert "# command:" in file.read_text() and "# hardware:" in file.read_text(), f"{file}: header"
+
+
+def test_every_trainable_method_has_a_config_whose_smoke_command_is_whole() -> None:
+    """What the header tells a user to type, loaded: the method's own, limited, and away from the full run's folders."""
+    trainable = get_args(DrafterSection.model_fields["method"].annotation)
+    assert smoke.methods() == sorted(trainable)
+    for method in trainable:
+        full = load_config(TrainConfig, smoke.CONFIGS / f"{method}.yaml")
+        short = load_config(TrainConfig, smoke.CONFIGS / f"{method}.yaml", smoke.overrides(method))
+        assert full.drafter.method == short.drafter.method == method
+        assert full.run.directory == f"out/smollm2/{method}" and full.run.export == f"out/smollm2/{method}/drafter"
+        assert short.run.steps and smoke.ROOT / short.run.directory == smoke.directory(method)
+        assert smoke.ROOT / str(short.run.export) == smoke.export(method)
 
 
 @pytest.mark.parametrize("model", [TrainConfig, ServeConfig])

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
 import subprocess
+import sys
 import tomllib
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -215,3 +218,16 @@ def test_every_make_target_of_the_readme_exists() -> None:
     for file in ("README.md", "CONTRIBUTING.md"):
         named = set(re.findall(r"\bmake ([a-z0-9-]+)", (ROOT / file).read_text(encoding="utf-8")))
         assert {name for name in named if not name.startswith("test-slow-")} <= targets, file
+
+
+@pytest.mark.ci
+def test_the_wheel_says_that_both_packages_are_typed(tmp_path: Path) -> None:
+    for name in ("jaxspec", "pallas_kernels"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    code = "from setuptools import build_meta; print(build_meta.build_wheel('.'))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    with zipfile.ZipFile(tmp_path / done.stdout.splitlines()[-1]) as wheel:
+        names = wheel.namelist()
+    assert {"jaxspec/py.typed", "pallas_kernels/py.typed"} <= set(names)

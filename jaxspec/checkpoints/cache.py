@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jaxspec.errors import CheckpointError
 
-__all__ = ["cache_root", "converted_gguf", "made_once"]
+__all__ = ["cache_root", "compilation_cache", "converted_gguf", "made_once"]
 
 # Part of every cached folder's name: raise it when the conversion changes, and old copies are left alone and no longer
 # used.
@@ -24,6 +24,11 @@ def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
     if cache_dir is not None:
         return Path(cache_dir).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jaxspec"
+
+
+def compilation_cache() -> Path:
+    """Where `serve` keeps its executables between starts unless its config names a folder."""
+    return cache_root() / "xla"
 
 
 def made_once(directory: Path, make: Callable[[Path], object]) -> Path:

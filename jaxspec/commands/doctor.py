@@ -107,12 +107,12 @@ def _memory(device: Any) -> dict[str, int]:
 def _caches() -> dict[str, Any]:
     import jax
 
-    from jaxspec.checkpoints.cache import cache_root
+    from jaxspec.checkpoints.cache import cache_root, compilation_cache
 
     targets = cache_root() / "targets"
     hub = importlib.import_module("huggingface_hub.constants")
     return {
-        "compilation": jax.config.jax_compilation_cache_dir,
+        "compilation": {"process": jax.config.jax_compilation_cache_dir, "serve": str(compilation_cache())},
         "targets": {"folder": str(targets), "holds": _folders(targets)},
         "hub": {"folder": hub.HF_HUB_CACHE, "endpoint": hub.ENDPOINT, "offline": bool(hub.HF_HUB_OFFLINE)},
     }
@@ -155,7 +155,12 @@ def _text(report: dict[str, Any]) -> str:
     if "error" in jax:
         lines.append(f"  DOES NOT START: {jax['error']}")
     lines += [f"  device {device['id']}: {device['kind']}" for device in jax["devices"]]
-    lines += ["caches", f"  compilation: {caches['compilation'] or 'off'}"]
+    compilation = caches["compilation"]
+    lines += [
+        "caches",
+        f"  compilation: serve {compilation['serve']} (unless its config names a folder); "
+        f"other commands {compilation['process'] or 'none'}",
+    ]
     targets, hub = caches["targets"], caches["hub"]
     lines.append(f"  converted targets: {targets['folder']} ({', '.join(targets['holds']) or 'empty'})")
     lines.append(f"  hub: {hub['folder']} ({hub['endpoint']}{', offline' if hub['offline'] else ''})")

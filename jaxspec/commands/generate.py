@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.errors import DataError, RequestError
+from jaxspec.serving.terminal import context_note, read_prompt
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="prompts; with none, --file or standard input")
+    parser.add_argument(
+        "prompts", nargs="*", metavar="PROMPT", help="prompts; - or none (and no --file) reads standard input"
+    )
     parser.add_argument(
         "--target", required=True, metavar="SOURCE", help="folder, GGUF file, org/name[@revision] or smollm2"
     )
@@ -69,6 +72,8 @@ def main(args: argparse.Namespace) -> int:
             print(json.dumps(_record(prompt, answer), ensure_ascii=False))
         else:
             print(answer.text if len(prompts) == 1 else f"--- {prompt}\n{answer.text}")
+            if answer.context_limit:
+                print(context_note(len(answer.token_ids)), file=sys.stderr)
     return 0
 
 
@@ -76,9 +81,10 @@ def _record(prompt: str, answer: Any) -> dict[str, Any]:
     return {
         "prompt": prompt,
         "text": answer.text,
-        "token_ids": list(answer.tokens),
+        "token_ids": list(answer.token_ids),
         "prompt_tokens": len(answer.prompt_ids),
         "finish_reason": answer.finish_reason,
+        "context_limit": answer.context_limit,
         "rounds": answer.rounds,
         "tau": answer.tau,
     }
@@ -89,12 +95,12 @@ def _prompts(args: argparse.Namespace) -> list[str]:
         raise DataError("--file and PROMPT: found both, expected one of the two; leave one out")
     if args.file:
         return _from_file(args.file)
-    prompts = args.prompts or ([sys.stdin.read().strip()] if not sys.stdin.isatty() else [])
+    prompts = args.prompts or ([] if sys.stdin.isatty() else ["-"])
     if not any(prompts):
         raise DataError(
             "PROMPT: found none, expected at least one; give it as an argument, with --file or on standard input"
         )
-    return list(prompts)
+    return [read_prompt() if prompt == "-" else prompt for prompt in prompts]
 
 
 def _from_file(path: Path) -> list[str]:

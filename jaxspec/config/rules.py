@@ -14,7 +14,7 @@ from jaxspec.config.schema import contradiction
 from jaxspec.errors import ConfigError
 
 if TYPE_CHECKING:
-    from jaxspec.config.serve import ServeConfig
+    from jaxspec.config.serve import EngineSection, ServeConfig
     from jaxspec.config.train import DrafterSection, TrainConfig
 
 # DFlash paper, appendix on training: gamma by block size. DSpark: DeepSpec's training defaults.
@@ -369,6 +369,29 @@ def _check_selector(config: TrainConfig) -> None:
             )
 
 
+def _check_budget(engine: EngineSection) -> None:
+    """What makes sense with a cost table alone, and what does not with one."""
+    if engine.cost_table is not None and engine.confidence_threshold:
+        raise contradiction(
+            "engine.cost_table",
+            "engine.confidence_threshold",
+            "both say how many proposals are verified",
+            "leave engine.confidence_threshold out",
+        )
+    if engine.cost_table is None and (engine.min_verify_rows != 1 or engine.max_verify_rows is not None):
+        name = "min_verify_rows" if engine.min_verify_rows != 1 else "max_verify_rows"
+        raise contradiction(
+            f"engine.{name}", "engine.cost_table", "there is no budget without a table", f"leave engine.{name} out"
+        )
+    if engine.max_verify_rows is not None and engine.min_verify_rows > engine.max_verify_rows:
+        raise contradiction(
+            "engine.min_verify_rows",
+            "engine.max_verify_rows",
+            f"nothing is at least {engine.min_verify_rows} and at most {engine.max_verify_rows}",
+            "raise engine.max_verify_rows",
+        )
+
+
 def check_serve(config: ServeConfig) -> None:
     """Contradictions of a serving config."""
     engine = config.engine
@@ -386,7 +409,24 @@ def check_serve(config: ServeConfig) -> None:
             "a tree has its own acceptance rule",
             "leave engine.acceptance out",
         )
-    for name in ("num_proposals", "tree_nodes", "ngram_min", "ngram_max", "draft_sampling", "survival_confidence"):
+    if engine.tree_nodes is not None and engine.cost_table is not None:
+        raise contradiction(
+            "engine.tree_nodes", "engine.cost_table", "a tree is verified whole", "leave engine.cost_table out"
+        )
+    _check_budget(engine)
+    if engine.grammar and not engine.rules:
+        raise contradiction(
+            "engine.grammar", "engine.rules", "masks are applied where the rules are", "set engine.rules to true"
+        )
+    for size in engine.slot_buckets:
+        if not 1 <= size <= engine.num_slots:
+            raise contradiction(
+                "engine.slot_buckets", "engine.num_slots", f"{size} is not from 1 to {engine.num_slots}", "leave it out"
+            )
+    for name in (
+        *("num_proposals", "tree_nodes", "ngram_min", "ngram_max", "draft_sampling", "survival_confidence"),
+        *("sts_temperatures", "confidence_threshold", "cost_table"),
+    ):
         if config.drafter is None and getattr(engine, name):
             raise contradiction(
                 f"engine.{name}", "drafter", "nothing is proposed without a drafter", f"leave engine.{name} out"

@@ -12,12 +12,19 @@ from jaxspec.config.train import TargetSection
 
 
 class EngineSection(Section):
-    """Slots, shapes and acceptance; every one of them is fixed at start-up and compiled once."""
+    """Slots, shapes, pages and what requests may ask for; all of it is fixed at start-up and compiled once."""
 
     num_slots: int = key(8, "requests decoded together", ge=1)
+    slot_buckets: tuple[int, ...] = key(
+        (), "smaller numbers of slots to compile for; empty is 1, 4, 16 …", strict=False
+    )
     max_context: int = key(2048, "longest prompt + output of a request, in tokens", ge=2)
-    prefill_chunk: int = key(64, "prompt rows of one prefill step", ge=1)
+    prefill_chunk: int = key(64, "prompt rows of a round", ge=1)
+    prefill_pieces: int = key(4, "prompts that share the prompt rows of a round", ge=1)
     page_size: int = key(16, "positions of a cache page", ge=1)
+    num_pages: int | None = key(None, "cache pages; null is enough for every slot's max_context", ge=2)
+    prefix_cache: bool = key(True, "prompts that begin alike share their pages")
+    overlap: bool = key(True, "start a round before the one before it was read")
     acceptance: Literal["ratio", "block"] = key("ratio", "acceptance of sampled proposals; both are lossless")
     num_proposals: int | None = key(None, "proposals of a round; null takes the drafter's (ngram: 8, a model: 5)", ge=1)
     tree_nodes: int | None = key(None, "verify a tree of this many nodes (DDTree over a DFlash drafter)", ge=1, le=1024)
@@ -27,6 +34,20 @@ class EngineSection(Section):
         None, "how a sampled request's proposals are drawn; null takes the drafter's"
     )
     survival_confidence: bool = key(False, "confidence from the mode's mass, for drafters without a confidence head")
+    sts_temperatures: str | None = key(None, "STS file that calibrates a DSpark drafter's confidence", min_length=1)
+    confidence_threshold: float = key(
+        0.0, "verify the proposals before the first whose confidence is below it, and a tree's nodes alike", ge=0, le=1
+    )
+    cost_table: str | None = key(
+        None, "JSON table of what a round costs; with it a budget of proposals follows the load", min_length=1
+    )
+    align: bool = key(True, "fill the bucket that a budget needs anyway")
+    min_verify_rows: int = key(1, "rows that a request verifies at least under a budget, anchor included", ge=1)
+    max_verify_rows: int | None = key(None, "rows that it verifies at most; null is num_proposals + 1", ge=1)
+    pause_drafting: bool = key(True, "stop drafting for a request or a load where it is measured to lose")
+    rules: bool = key(True, "serve penalties, logit bias and min_new_tokens")
+    max_logprobs: int | None = key(20, "most ids beside the chosen one in log probabilities; null refuses them", ge=0)
+    grammar: bool = key(False, "serve grammars (extra `grammar`); a shape is then compiled three times")
 
 
 class ServerSection(Section):

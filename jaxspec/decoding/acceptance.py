@@ -125,6 +125,16 @@ def cut_accept(uncut: Acceptance, drafts: Int[Array, "R m"], cut: Int[Array, "R"
     return dataclasses.replace(uncut, accepted=accepted, token=token)
 
 
+def simulated_accept(
+    rates: Float[Array, "m"], likely: Int[Array, "R m1"], u: Float[Array, "R m"], lengths: Int[Array, "R"]
+) -> Acceptance:
+    """For benchmarks of speed alone: slot k stands with probability `rates[k]` once the slots before it do, whatever
+    the target says. The last token is `likely` (the target's argmax) at its row, so the output is not the target's law.
+    """
+    accepted = _prefix(u < rates, lengths)
+    return Acceptance(accepted, jnp.take_along_axis(likely, accepted[:, None], axis=1)[:, 0], accepted)
+
+
 def _prefix(ok: Bool[Array, "R m"], counts: Int[Array, "R"]) -> Int[Array, "R"]:
     """Length of the leading run of `ok` within the first `counts` slots."""
     tested = jnp.arange(ok.shape[1]) < counts[:, None]

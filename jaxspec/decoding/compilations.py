@@ -8,8 +8,10 @@ from typing import Any
 import jax
 
 _EVENT = "/jax/core/compile/backend_compile_duration"
+_HIT = "/jax/compilation_cache/cache_hits"
 _lock = threading.Lock()
 _total = 0
+_hits = 0
 _listening = False
 
 
@@ -20,15 +22,40 @@ def _count(event: str, duration: float, **_: Any) -> None:
             _total += 1
 
 
+def _count_hit(event: str, **_: Any) -> None:
+    global _hits
+    if event == _HIT:
+        with _lock:
+            _hits += 1
+
+
+def _listen() -> None:
+    global _listening
+    with _lock:
+        if not _listening:
+            jax.monitoring.register_event_duration_secs_listener(_count)
+            jax.monitoring.register_event_listener(_count_hit)
+            _listening = True
+
+
+class CacheHits:
+    """Executables that came out of the persistent compilation cache since this was made."""
+
+    def __init__(self) -> None:
+        _listen()
+        self._start = _hits
+
+    @property
+    def count(self) -> int:
+        """Hits of this process, on any thread."""
+        return _hits - self._start
+
+
 class CompilationCounter:
     """Compilations of this process since the last `reset`."""
 
     def __init__(self) -> None:
-        global _listening
-        with _lock:
-            if not _listening:
-                jax.monitoring.register_event_duration_secs_listener(_count)
-                _listening = True
+        _listen()
         self.reset()
 
     def reset(self) -> None:

@@ -7,6 +7,7 @@ import math
 import numbers
 from collections.abc import Sequence
 
+from jaxspec.decoding.processors import LogitRules
 from jaxspec.errors import RequestError
 
 
@@ -27,6 +28,15 @@ class SamplingParams:
     max_new_tokens: int = 128
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    rules: LogitRules = dataclasses.field(default_factory=LogitRules)
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None  # ids reported beside each chosen one; None: no log probabilities
+    prompt_logprobs: bool = False  # the prompt's as well
+
+    @property
+    def plain(self) -> bool:
+        """Whether temperature, truncation, seed, length and ids to stop at are all that is asked for."""
+        return not (self.stop or self.prompt_logprobs) and self.logprobs is None and self.rules == LogitRules()
 
     def validate(self, vocab_size: int) -> None:
         """Raises RequestError naming the first field that is out of range."""
@@ -46,6 +56,12 @@ class SamplingParams:
         listed = isinstance(self.stop_token_ids, (tuple, list))
         stops_fit = listed and all(_is_int(token) and 0 <= token < vocab_size for token in self.stop_token_ids)
         _expect("stop_token_ids", self.stop_token_ids, f"ids below vocab_size {vocab_size}", stops_fit)
+        strings = isinstance(self.stop, (tuple, list)) and all(isinstance(text, str) and text for text in self.stop)
+        _expect("stop", self.stop, "strings of at least one character", strings)
+        counted = self.logprobs is None or (_is_int(self.logprobs) and self.logprobs >= 0)
+        _expect("logprobs", self.logprobs, "nothing, or how many ids beside the chosen one", counted)
+        _expect("prompt_logprobs", True, "logprobs to be set", not self.prompt_logprobs or self.logprobs is not None)
+        self.rules.validate(vocab_size, self.max_new_tokens)
 
 
 def validate_prompt(prompt: Sequence[int], vocab_size: int, max_context: int) -> None:

@@ -13,15 +13,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from jaxspec.decoding.acceptance import Acceptance, accept
-from jaxspec.decoding.plan import verify_lengths
+from jaxspec.decoding.plan import confident_nodes, verify_lengths
 from jaxspec.decoding.sampling import SlotSampling
 from jaxspec.decoding.trees import accept_tree, compact, tree_layout
 from jaxspec.drafters.base import Drafter, Proposal, Rows, Shared, Slots, first_proposals
 from jaxspec.drafters.draws import Purpose, inverse_cdf, round_keys, uniforms
+from jaxspec.errors import ConfigError
 from jaxspec.models.attention import PagedCausal
 from jaxspec.models.cache import KVPool, init_pool
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.layout import RaggedLayout, keep_rows, uniform_layout
+from jaxspec.models.layout import RaggedLayout, keep_rows, ragged_layout, uniform_layout
 
 
 @jax.tree_util.register_dataclass
@@ -114,12 +115,7 @@ class Program:
 
         `fill` poisons the unwritten cache (tests): nothing unwritten may ever be read.
         """
-        config, slots, pages = self.decoder.config, self.num_slots, self.pages_per_slot
-        count = 1 + slots * pages
-        pools = [
-            init_pool(count, self.page_size, config.num_kv_heads, config.head_dim, dtype)
-            for _ in range(config.num_layers)
-        ]
+        slots, pages = self.num_slots, self.pages_per_slot
         zeros = lambda dtype=jnp.int32: jnp.zeros(slots, dtype)  # noqa: E731
         state = SlotState(
             anchors=zeros(),
@@ -131,44 +127,80 @@ class Program:
             sampling=SlotSampling.zeros(slots),
             page_table=1 + jnp.arange(slots * pages, dtype=jnp.int32).reshape(slots, pages),
         )
+        return DecodeState(state, *self.init_pools(1 + slots * pages, dtype, fill))
+
+    def init_pools(self, num_pages: int, dtype: Any, fill: float = 0.0) -> tuple[Any, Any]:
+        """The target's pools and the drafter's state over as many pages."""
+        config = self.decoder.config
+        pools = [
+            init_pool(num_pages, self.page_size, config.num_kv_heads, config.head_dim, dtype)
+            for _ in range(config.num_layers)
+        ]
         target = jnp.stack(pools) if self.stacked else pools
-        draft = self.drafter.init_state(count, self.page_size, dtype, slots)
+        draft = self.drafter.init_state(num_pages, self.page_size, dtype, self.num_slots)
         poison = lambda tree: jax.tree.map(lambda x: _filled(x, fill), tree) if fill != 0 else tree  # noqa: E731
-        return DecodeState(state, poison(target), poison(draft))
+        return poison(target), poison(draft)
 
     # -- the five functions -------------------------------------------------------------------------------------------
 
     def propose(self, weights: Weights, state: DecodeState, keys: Key[Array, "R"]) -> Proposal:
-        """The drafter's guess for every slot."""
+        """The drafter's guess for every slot. Raises ConfigError for a threshold that no confidence goes with."""
         slots = state.slots
         view = Slots(slots.anchors, slots.positions, slots.page_table, slots.live)
         proposal = self.drafter.propose(weights.draft, weights.shared, state.draft, view, keys, slots.sampling)
+        if self.confidence_threshold > 0:
+            proposal = self._confident(proposal)
         return proposal if self.num_proposals is None else first_proposals(proposal, self.num_proposals)
 
-    def plan(self, state: DecodeState, proposal: Proposal) -> Int[Array, "R"]:
-        """Proposals of each slot that the target will look at."""
-        m = proposal.tokens.shape[1] if proposal.tree is None else proposal.tree.max_depth
-        return verify_lengths(
-            state.slots.positions, m, self.max_context, proposal.confidence, self.confidence_threshold
-        )
+    def _confident(self, proposal: Proposal) -> Proposal:
+        """A tree loses its doubtful branches here, once for all who read it; a chain is cut by the plan."""
+        if proposal.confidence is None:
+            raise ConfigError(
+                f"engine.confidence_threshold: found {self.confidence_threshold:g}, expected 0: the "
+                f"{self.drafter.method} drafter gives no confidence (engine.survival_confidence adds one to methods "
+                "that have it)"
+            )
+        if proposal.tree is None:
+            return proposal
+        tree = confident_nodes(proposal.tree, proposal.confidence, self.confidence_threshold)
+        return dataclasses.replace(proposal, tree=tree)
+
+    def plan(self, state: DecodeState, proposal: Proposal, limits: Int[Array, "R"] | None = None) -> Int[Array, "R"]:
+        """Proposals of each slot that the target will look at; of a tree, the levels. `limits` are the slots' own,
+        where they are not max_context."""
+        limit = self.max_context if limits is None else limits
+        if proposal.tree is not None:
+            levels = jnp.max(jnp.where(proposal.tree.valid, proposal.tree.depths, 0), axis=1)
+            return verify_lengths(state.slots.positions, levels, limit)
+        m = proposal.tokens.shape[1]
+        return verify_lengths(state.slots.positions, m, limit, proposal.confidence, self.confidence_threshold)
 
     def verify(
         self, weights: Weights, state: DecodeState, proposal: Proposal, lengths: Int[Array, "R"]
     ) -> tuple[Float[Array, "R m1 V"], Float[Array, "M TH"], list[KVPool], RaggedLayout]:
         """One target forward over anchor and kept proposals: logits, features, pools with their K/V, and the layout."""
-        slots = state.slots
-        tokens = jnp.concatenate([slots.anchors[:, None], proposal.tokens], axis=1)
-        if proposal.tree is None:
-            rows = jnp.where(slots.live, lengths + 1, 0)
-            layout = uniform_layout(slots.positions, rows, slots.page_table, tokens.shape[1])
-        else:
-            layout = tree_layout(slots.positions, slots.live, proposal.tree, slots.page_table)
-        flat = jnp.where(layout.valid, tokens.reshape(-1), 0)
+        flat, layout = self.verify_rows(state, proposal, lengths)
         out = self.decoder.forward(
             weights.target, flat, layout.positions, PagedCausal(layout), state.target, self.drafter.taps
         )
         logits = self.decoder.logits(weights.target, out.hidden)
-        return logits.reshape(*tokens.shape, -1), out.features, out.caches, layout
+        return logits.reshape(lengths.shape[0], layout.max_rows, -1), out.features, out.caches, layout
+
+    def verify_rows(
+        self, state: DecodeState, proposal: Proposal, lengths: Int[Array, "R"], rows: int | None = None
+    ) -> tuple[Int[Array, "M"], RaggedLayout]:
+        """Anchors and kept proposals as rows of the target: their ids, and their layout. `rows` packs the segments of
+        chains without gaps into that many."""
+        slots = state.slots
+        tokens = jnp.concatenate([slots.anchors[:, None], proposal.tokens], axis=1)
+        kept = jnp.where(slots.live, lengths + 1, 0)
+        if proposal.tree is not None:
+            layout = tree_layout(slots.positions, slots.live, proposal.tree, slots.page_table)
+        elif rows is None:
+            layout = uniform_layout(slots.positions, kept, slots.page_table, tokens.shape[1])
+        else:
+            layout = ragged_layout(slots.positions, kept, slots.page_table, rows, tokens.shape[1])
+        return jnp.where(layout.valid, layout.rows_of(tokens), 0), layout
 
     def accept(
         self,
@@ -212,7 +244,7 @@ class Program:
             tokens = jnp.take_along_axis(tokens, path, axis=1)
             layout = uniform_layout(slots.positions, counts, slots.page_table, path.shape[1])
             target = self._compact(target, path, layout)
-        rows = Rows(features, tokens.reshape(-1), following.reshape(-1))
+        rows = Rows(features, layout.rows_of(tokens), layout.rows_of(following))
         draft = self.drafter.commit(weights.draft, weights.shared, state.draft, rows, layout)
         moved = dataclasses.replace(
             slots,

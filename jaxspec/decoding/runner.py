@@ -17,12 +17,13 @@ import numpy as np
 
 from jaxspec.decoding import debug as checks
 from jaxspec.decoding.compilations import CompilationCounter
+from jaxspec.decoding.fit import check_draft, check_options, check_proposals, check_sizes
 from jaxspec.decoding.request import SamplingParams, validate_prompt
 from jaxspec.decoding.round import PrefillInput, Program, Weights
 from jaxspec.decoding.sampling import SlotSampling
 from jaxspec.drafters.base import Drafter, Shared
 from jaxspec.drafters.none import NoDrafter
-from jaxspec.errors import ConfigError, RequestError
+from jaxspec.errors import RequestError
 from jaxspec.models.decoder import Decoder
 
 
@@ -58,6 +59,20 @@ class Event:
     from_round: bool = True
     accepted: int = 0  # r: proposals that the round committed, before any trimming
     proposed: int = 0  # proposals that the target looked at
+    text: str = ""  # where the engine knows a tokenizer and the request has stop strings
+    by_id: bool = False  # the last token is a stop or end-of-sequence id
+    logprobs: tuple[TokenLogprob, ...] = ()  # one a token, where they were asked for
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's second token and on, with the first token
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprob:
+    """Log probability of an id under the raw logits, its rank (1 is the best), and the best ids with theirs."""
+
+    token: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +98,7 @@ class SlotRunner:
     """`num_slots` requests side by side, each up to `max_context` tokens of prompt and answer.
 
     Not thread-safe: one thread owns it. Every device value is reached through the two executables and `np.asarray`.
+    Construction raises ConfigError for an option out of range and for a drafter that was made for another target.
     `debug` runs the same programs with their indices, ids and invariants checked (`jaxspec.decoding.debug`).
     """
 
@@ -109,29 +125,16 @@ class SlotRunner:
             "prefill_chunk": prefill_chunk,
             "page_size": page_size,
         }
-        for name, value in sizes.items():
-            least = 2 if name == "max_context" else 1
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"engine.{name}: found {value!r}, expected an integer of at least {least}")
+        check_sizes(sizes)
         decoder = target.model
         max_context = min(max_context, decoder.config.max_position)
         drafter = draft.drafter if draft is not None else NoDrafter(decoder.config.vocab_size)
         decoder.check_taps(drafter.taps)
-        if getattr(drafter, "tree_nodes", 0) and num_proposals is not None:
-            raise ConfigError(
-                f"engine.num_proposals: found {num_proposals}, expected null: the {drafter.method} drafter proposes a "
-                "tree, whose size is its node budget; set engine.tree_nodes"
-            )
-        if getattr(drafter, "tree_nodes", 0) and acceptance != "ratio":
-            raise ConfigError(
-                f"engine.acceptance: found {acceptance!r}, expected 'ratio': the {drafter.method} drafter proposes a "
-                "tree, which has its own acceptance rule"
-            )
-        if num_proposals is not None and not 1 <= num_proposals <= drafter.num_proposals:
-            raise ConfigError(
-                f"engine.num_proposals: found {num_proposals}, expected 1 to {drafter.num_proposals}, what a block of "
-                f"the {drafter.method} drafter gives"
-            )
+        eos = tuple(decoder.config.eos_token_ids if eos_token_ids is None else eos_token_ids)
+        check_options(acceptance, confidence_threshold, eos, decoder.config.vocab_size)
+        if draft is not None:
+            check_draft(draft, decoder.config, decoder.embedding(target.params).shape[-1])
+        check_proposals(drafter, num_proposals, acceptance)
         embedding = getattr(draft, "embedding", None)
         head = getattr(draft, "head", None)
         shared = Shared(
@@ -154,7 +157,7 @@ class SlotRunner:
         )
         self.weights = Weights(target.params, draft.params if draft is not None else {}, shared)
         self.prefill_chunk = prefill_chunk
-        self._eos = frozenset(decoder.config.eos_token_ids if eos_token_ids is None else eos_token_ids)
+        self._eos = frozenset(eos)
         self._observe = observe
         self._debug = debug
         self._device = next(iter(shared.embedding.devices()))
@@ -256,6 +259,11 @@ class SlotRunner:
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Raises RequestError if this request can never be served."""
         params.validate(self.vocab_size)
+        if not params.plain:
+            raise RequestError(
+                "sampling: found penalties, bias, min tokens, stop strings or log probabilities, expected none of them "
+                "outside the serving engine"
+            )
         validate_prompt(prompt, self.vocab_size, self.max_context)
 
     def admit(self, prompt: Sequence[int], params: SamplingParams, sample: int = 0) -> int:

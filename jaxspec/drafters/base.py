@@ -102,7 +102,8 @@ class Tree:
 @dataclasses.dataclass(frozen=True)
 class Proposal:
     """m guessed tokens a request (n nodes of a tree), the q each was drawn from, and, where the method has one, the
-    confidence that slot k is accepted given that the slots before it were (a function of tokens before k only)."""
+    confidence that slot k is accepted given that the slots before it were (a function of tokens before k only), or that
+    a node is, given that its parent was."""
 
     tokens: Int[Array, "R m"]
     q: Point | Sparse | Dense

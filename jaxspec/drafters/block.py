@@ -16,10 +16,11 @@ from jaxtyping import Array, Float, Int, Key
 
 from jaxspec.drafters.base import Batch, Rows, Shared, Slots
 from jaxspec.drafters.block_config import BlockConfig
+from jaxspec.drafters.fresh import fresh_params
 from jaxspec.models import layers as ly
 from jaxspec.models.cache import KVPool, gather, init_pool, write_rows
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.decoder import DecoderLayer, Tap, random_params
+from jaxspec.models.decoder import DecoderLayer, Tap
 from jaxspec.models.layout import RaggedLayout
 from jaxspec.models.rope import rotary
 from pallas_kernels.anchor_attention.api import anchor_attention
@@ -73,13 +74,7 @@ class BlockDrafter:
 
     def init(self, key: Key[Array, ""], dtype: Any = jnp.float32) -> ly.Params:
         """Normal(0, 0.02) matrices, norms at one, biases at zero."""
-        drawn = ly.flatten(random_params(self.abstract_params(dtype), key, 0.02))
-        fixed = {
-            name: jnp.ones_like(leaf) if name.endswith("norm.weight") else jnp.zeros_like(leaf)
-            for name, leaf in drawn.items()
-            if leaf.ndim == 1
-        }
-        return ly.unflatten(drawn | fixed)
+        return fresh_params(self.abstract_params(dtype), key)
 
     def init_state(self, num_pages: int, page_size: int, dtype: Any, num_slots: int = 0) -> tuple[KVPool, ...]:
         """One context K/V pool a layer. Only context rows ever live here: a block's own K/V are scratch."""

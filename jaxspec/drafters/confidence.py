@@ -3,6 +3,9 @@
 max_v q_k(v | d_<k) looks at the tokens before slot k and at nothing else, so a planner that cuts a proposal by it
 decides on slot k without knowing token k, which is what keeps a cut lossless (RECIPES B12). The probability of the
 token that was drawn would not do: it is a function of the very token that it decides on.
+
+The nodes of a tree are chosen, not drawn: given the tokens before the round, every one of them is known, so the
+probability of the node's own token is as innocent as the mode's mass, and says which sibling is worth a row.
 """
 
 from __future__ import annotations

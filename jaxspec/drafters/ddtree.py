@@ -80,7 +80,9 @@ class DDTree:
         hidden = self.inner.block_hidden(params, shared, state, slots)
         logits = self.inner.block_logits(shared, hidden[:, 1:])
         tokens, tree = best_first_tree(logits, self.tree_nodes)
-        return Proposal(tokens, Point(tokens, logits.shape[-1]), tree=tree, trace={"draft_hidden": hidden})
+        at = (jnp.arange(tokens.shape[0])[:, None], jnp.maximum(tree.depths - 1, 0), tokens)
+        confidence = jax.nn.softmax(logits, axis=-1)[at] if self.inner.survival_confidence else None
+        return Proposal(tokens, Point(tokens, logits.shape[-1]), confidence, tree, {"draft_hidden": hidden})
 
     def loss(self, params: Any, shared: Shared, batch: Batch, key: Key[Array, ""]) -> Terms:
         """DFlash's."""

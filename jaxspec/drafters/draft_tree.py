@@ -41,9 +41,11 @@ class Forward(Protocol):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Grown:
-    """Node tokens as the drafter numbers them, the tree, and the drafter's states, level by level [R, f, H]."""
+    """Node tokens as the drafter numbers them, the log-probability of each behind its parent, the tree, and the
+    drafter's states, level by level [R, f, H]."""
 
     tokens: Int[Array, "R n"]
+    log_probs: Float[Array, "R n"]
     tree: Tree
     states: list[Float[Array, "R f H"]]
 
@@ -51,11 +53,13 @@ class Grown:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """Candidates in the order they were made: token, cumulative score, its parent's place in the pool (-1: root)."""
+    """Candidates in the order they were made: token, cumulative score, its parent's place in the pool (-1: root), and
+    its own log-probability behind that parent."""
 
     tokens: Int[Array, "R P"]
     scores: Float[Array, "R P"]
     parents: Int[Array, "R P"]
+    log_probs: Float[Array, "R P"]
 
 
 @jax.tree_util.register_dataclass
@@ -114,8 +118,8 @@ class DynamicTree:
             states = jnp.take_along_axis(states, beam.origins[:, :, None], axis=1)
             above = jnp.take_along_axis(visible, beam.origins[:, :, None], axis=1)
             visible = jnp.concatenate([above, jnp.broadcast_to(jnp.eye(k, dtype=bool), (requests, k, k))], axis=2)
-        tokens, tree, _ = keep_best(pool, self.nodes, self.depth)
-        return Grown(tokens, tree, trace)
+        tokens, tree, places = keep_best(pool, self.nodes, self.depth)
+        return Grown(tokens, jnp.take_along_axis(pool.log_probs, places, axis=1), tree, trace)
 
 
 def best(log_probs: Float[Array, "*rows V"], k: int) -> tuple[Float[Array, "*rows k"], Int[Array, "*rows k"]]:
@@ -127,7 +131,7 @@ def best(log_probs: Float[Array, "*rows V"], k: int) -> tuple[Float[Array, "*row
 def first_level(scores: Float[Array, "R k"], tokens: Int[Array, "R k"]) -> tuple[Pool, Beam]:
     """The root's children; all of them are expanded."""
     places = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return Pool(tokens, scores, jnp.full_like(tokens, -1)), Beam(places, jnp.zeros_like(places))
+    return Pool(tokens, scores, jnp.full_like(tokens, -1), scores), Beam(places, jnp.zeros_like(places))
 
 
 def next_level(
@@ -137,7 +141,7 @@ def next_level(
     requests, k, _ = tokens.shape
     scores = jnp.take_along_axis(pool.scores, beam.places, axis=1)[:, :, None] + log_probs
     parents = jnp.broadcast_to(beam.places[:, :, None], tokens.shape)
-    flat = Pool(*(x.reshape(requests, -1) for x in (tokens, scores, parents)))
+    flat = Pool(*(x.reshape(requests, -1) for x in (tokens, scores, parents, log_probs)))
     _, chosen = jax.lax.top_k(flat.scores, k)
     places = chosen + pool.tokens.shape[1]
     return jax.tree.map(lambda old, new: jnp.concatenate([old, new], axis=1), pool, flat), Beam(places, chosen // k)
@@ -230,14 +234,17 @@ class StaticTree:
     def grow(self, log_probs: Float[Array, "R V"], state: Float[Array, "R H"], forward: Forward) -> Grown:
         """Fills the tree level by level; only rows with children are run."""
         requests, width = log_probs.shape[0], self.widest
-        _, tables = best(log_probs[:, None], width)
+        scores, tables = best(log_probs[:, None], width)
         states, trace = state[:, None], []
         rows, run = [0], []  # of the level whose tables and states these are; all rows run so far
         tokens: dict[int, Any] = {}
+        chances: list[Any] = []
         for depth in range(1, self.depth + 1):
             level = [index + 1 for index, path in enumerate(self.paths) if len(path) == depth]
             for row in level:
-                tokens[row] = tables[:, rows.index(self.parents[row - 1]), self.paths[row - 1][-1]]
+                at = (slice(None), rows.index(self.parents[row - 1]), self.paths[row - 1][-1])
+                tokens[row] = tables[at]
+                chances.append(scores[at])
             below = [row for row in level if row in self.inner]
             if not below:
                 continue
@@ -248,10 +255,10 @@ class StaticTree:
                 states[:, origins], jnp.stack([tokens[row] for row in below], axis=1), depth, visible
             )
             trace.append(states)
-            _, tables = best(log_probs, width)
+            scores, tables = best(log_probs, width)
             rows = below
         every = jnp.stack([tokens[row + 1] for row in range(self.nodes)], axis=1)
-        return Grown(every, self.tree(requests), trace)
+        return Grown(every, jnp.stack(chances, axis=1), self.tree(requests), trace)
 
     def _visible(self, rows: list[int], run: list[int]) -> Bool[np.ndarray, "f n"]:
         lines = [{self.paths[row - 1][:length] for length in range(1, len(self.paths[row - 1]) + 1)} for row in rows]

@@ -66,11 +66,17 @@ class DSpark(BlockDrafter):
     sample_from_anchor: bool = True
     layout: str = SPECFORGE
     objective_config: DSparkObjective = DSparkObjective()
+    temperatures: tuple[float, ...] = ()  # of the confidence, one a slot (drafters.calibration); none: 1
     method: str = "dspark"
 
     def __post_init__(self) -> None:
         if self.num_proposals < 1:
             raise ConfigError(f"block_size: found {self.config.block_size}, expected room for at least one proposal")
+        if self.temperatures and (not self.heads.confidence or len(self.temperatures) != self.num_proposals):
+            raise ConfigError(
+                f"temperatures: found {len(self.temperatures)}, expected {self.num_proposals}, one a slot of a drafter "
+                "with a confidence head"
+            )
         if (
             not self.heads.confidence
             and self.objective_config.confidence_alpha
@@ -172,7 +178,11 @@ class DSpark(BlockDrafter):
         if walk.confidence_logits is None:
             return Proposal(walk.tokens, q, trace=trace)
         trace["confidence_logits"] = walk.confidence_logits
-        return Proposal(walk.tokens, q, markov.calibrate(walk.confidence_logits), trace=trace)
+        return Proposal(walk.tokens, q, self._confidence(walk.confidence_logits), trace=trace)
+
+    def _confidence(self, logits: Float[Array, "R m"]) -> Float[Array, "R m"]:
+        temperatures = jnp.asarray(self.temperatures, jnp.float32) if self.temperatures else None
+        return markov.calibrate(logits, temperatures)
 
     def walk(
         self,
@@ -339,3 +349,29 @@ class DSpark(BlockDrafter):
                 "and confidence terms compare with the target's own distribution"
             )
         return (hidden, z, labels, confidence, teacher), mask
+
+
+def with_fresh_heads(
+    drafter: BlockDrafter, params: ly.Params, key: Key[Array, ""], heads: MarkovConfig
+) -> tuple[DSpark, ly.Params]:
+    """A DSpark that computes exactly what a DFlash with these weights does, to be trained further: `key` draws its
+    heads, and a zero W2 keeps them silent.
+
+    Every row predicts what it did: DeepSpec's `dflash_*` (a DSpark without heads) uses the anchor's, a z-lab DFlash
+    does not.
+    """
+    deepspec = isinstance(drafter, DSpark) and drafter.layout == DEEPSPEC
+    grown = DSpark(
+        dataclasses.replace(drafter.config, source_config=None),
+        heads=heads,
+        sample_from_anchor=isinstance(drafter, DSpark) and drafter.sample_from_anchor,
+        layout=DEEPSPEC if deepspec else SPECFORGE,
+        objective_config=DSparkObjective(
+            denominator_eps=1e-6 if deepspec else 0.0, confidence_alpha=1.0 if heads.confidence else 0.0
+        ),
+    )
+    fresh = {**grown.init(key, params["norm"]["weight"].dtype), **params}
+    if heads.rank:
+        silent = jax.tree.map(jnp.zeros_like, fresh["markov_head"]["markov_w2"])
+        fresh["markov_head"] = {**fresh["markov_head"], "markov_w2": silent}
+    return grown, fresh

@@ -23,12 +23,13 @@ from jaxspec.drafters.base import Batch, Drafter, Shared, Terms
 from jaxspec.drafters.draft_tree import DraftTree, DynamicTree
 from jaxspec.drafters.eagle3 import Eagle3
 from jaxspec.drafters.eagle_config import EagleConfig
+from jaxspec.drafters.fresh import fresh_params
 from jaxspec.drafters.recurrent import RecurrentDrafter, supervised_rows
 from jaxspec.errors import ConfigError
 from jaxspec.models import layers as ly
 from jaxspec.models.attention import DenseCausal
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.decoder import FINAL, SelfAttention, random_params
+from jaxspec.models.decoder import FINAL, SelfAttention
 
 ARCHITECTURE = "LlamaForCausalLM"
 _NOISE_LENGTH = 512  # the noise is as wide as for a sequence of this length
@@ -114,13 +115,7 @@ class Eagle(RecurrentDrafter):
 
     def init(self, key: Key[Array, ""], dtype: Any = jnp.float32) -> ly.Params:
         """Normal(0, 0.02) matrices, norms at one, biases at zero."""
-        drawn = ly.flatten(random_params(self.abstract_params(dtype), key, 0.02))
-        fixed = {
-            name: jnp.ones_like(leaf) if "norm" in name else jnp.zeros_like(leaf)
-            for name, leaf in drawn.items()
-            if leaf.ndim == 1
-        }
-        return ly.unflatten(drawn | fixed)
+        return fresh_params(self.abstract_params(dtype), key)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 

@@ -24,13 +24,13 @@ from jaxtyping import Array, Float, Int, Key
 from jaxspec.drafters import losses, vocabulary
 from jaxspec.drafters.base import Batch, Shared, Terms
 from jaxspec.drafters.eagle_config import EagleConfig, default_layer_ids, explicit_layer_ids
+from jaxspec.drafters.fresh import fresh_params
 from jaxspec.drafters.lookahead import Lookahead
 from jaxspec.drafters.recurrent import RecurrentDrafter, WideAttention, supervised_rows
 from jaxspec.errors import ConfigError
 from jaxspec.models import layers as ly
 from jaxspec.models.attention import DenseCausal
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.decoder import random_params
 
 SPECFORGE, ANGELSLIM, DEEPSPEC = "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Qwen3Eagle3Model"
 ARCHITECTURES = (SPECFORGE, ANGELSLIM, DEEPSPEC)
@@ -192,13 +192,8 @@ class Eagle3(RecurrentDrafter):
         """Normal(0, 0.02) matrices, norms at one; the draft vocabulary is the first ids until `with_vocabulary`."""
         flat = ly.flatten(self.abstract_params(dtype))
         drawn = {name: leaf for name, leaf in flat.items() if name not in self.maps}
-        drawn = ly.flatten(random_params(ly.unflatten(drawn), key, 0.02))
-        fixed = {
-            name: jnp.ones_like(leaf) if "norm" in name else jnp.zeros_like(leaf)
-            for name, leaf in drawn.items()
-            if leaf.ndim == 1
-        }
-        return self.with_vocabulary(ly.unflatten(drawn | fixed), np.zeros(self.config.model.vocab_size))
+        fresh = fresh_params(ly.unflatten(drawn), key)
+        return self.with_vocabulary(fresh, np.zeros(self.config.model.vocab_size))
 
     def with_vocabulary(self, params: ly.Params, counts: np.ndarray) -> ly.Params:
         """The parameters with the maps of the most frequent tokens; `counts` [V] of supervised ones."""

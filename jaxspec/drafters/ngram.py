@@ -78,8 +78,9 @@ class NGram:
         sampling: DraftSampling,
     ) -> Proposal:
         """m tokens a request. Its confidence is 1 where the suffix was found, 0 where the proposal is a filler."""
+        text = state[: slots.anchors.shape[0]]
         tokens, found = continuation(
-            state, slots.anchors, slots.positions, self.num_proposals, self.min_ngram, self.max_ngram
+            text, slots.anchors, slots.positions, self.num_proposals, self.min_ngram, self.max_ngram
         )
         confidence = jnp.broadcast_to(found[:, None], tokens.shape).astype(jnp.float32)
         return Proposal(tokens, Point(tokens, self.vocab_size), confidence)

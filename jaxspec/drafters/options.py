@@ -54,8 +54,6 @@ def configured(drafter: Any, options: DraftOptions) -> tuple[Drafter, int | None
             changes[_field(drafter, fields, key, field, value)] = value
     if "min_ngram" in changes and options.ngram_max is None:
         changes["max_ngram"] = max(drafter.max_ngram, changes["min_ngram"])
-    if options.survival_confidence and drafter.tree_nodes:
-        raise ConfigError("engine.survival_confidence: found true, expected false: a tree is verified whole")
     if options.survival_confidence:
         name = "survival_confidence"
         changes[_field(drafter, fields, name, name, True)] = True
@@ -79,10 +77,6 @@ def _field(drafter: Any, fields: set[str], key: str, field: str, value: Any) -> 
 def _tree(drafter: Any, options: DraftOptions) -> Any:
     """DDTree over a block with independent rows, or another size for a drafter that proposes trees by itself."""
     assert options.tree_nodes is not None
-    if options.survival_confidence:
-        raise ConfigError(
-            "engine.survival_confidence and engine.tree_nodes contradict each other: a tree is verified whole; set one"
-        )
     if isinstance(drafter, DFlash) and drafter.method in ("dflash", "dflare"):
         if options.draft_sampling == "sample":
             raise ConfigError(

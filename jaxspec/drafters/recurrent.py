@@ -84,7 +84,7 @@ class RecurrentDrafter(abc.ABC):
     tree: DraftTree | None = None
     chain_length: int = 7
     draft_sampling: str = "sample"
-    survival_confidence: bool = False  # a chain's slots carry the mass of their mode as their confidence
+    survival_confidence: bool = False  # a slot carries the mass of its mode as its confidence, a node its own
 
     def __post_init__(self) -> None:
         if self.chain_length < 1:
@@ -197,7 +197,7 @@ class RecurrentDrafter(abc.ABC):
             attention = Scratch(context, committed, visible, rows)
             return self.layer(params, shared, states, tokens, positions, attention)[0]
 
-        hidden = state.hidden.astype(dtype)
+        hidden = state.hidden[: slots.anchors.shape[0]].astype(dtype)
         first = self.draft_logits(params, shared, hidden)
         if self.tree is None:
             return self._chain(params, shared, hidden, first, run, ids, slots, keys, sampling)
@@ -210,7 +210,8 @@ class RecurrentDrafter(abc.ABC):
         tokens = grown.tokens if ids is None else ids[grown.tokens]
         trace = {"draft_first_logits": first}
         trace |= {f"draft_states_{depth}": states for depth, states in enumerate(grown.states, 1)}
-        return Proposal(tokens, Point(tokens, self.config.model.vocab_size), tree=grown.tree, trace=trace)
+        confidence = jnp.exp(grown.log_probs) if self.survival_confidence else None
+        return Proposal(tokens, Point(tokens, self.config.model.vocab_size), confidence, grown.tree, trace)
 
     def _chain(
         self, params: Any, shared: Shared, hidden: Array, logits: Array, run: Any, ids: Array | None, slots: Slots,

@@ -104,3 +104,20 @@ class PagedCausal:
         at = jnp.where(inside, jnp.take_along_axis(positions, offset, axis=1), slot)
         mask = exists[:, :, None] & (committed[:, None] | above) & known[:, None]
         return keys, values, mask, positions[:, :, None] - at[:, None]
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedParts:
+    """Groups of rows side by side in one forward, each over paged K/V by its own layout: verification beside prefill,
+    whose segments are so much longer that one grid for both would be nearly empty. No request is in two groups."""
+
+    layouts: tuple[RaggedLayout, ...]
+
+    def __call__(self, q: Array, k: Array, v: Array, cache: Array, window: Window) -> tuple[Array, Array]:
+        outs, start = [], 0
+        for layout in self.layouts:
+            part = slice(start, start + layout.positions.shape[0])
+            out, cache = PagedCausal(layout)(q[part], k[part], v[part], cache, window)
+            outs.append(out)
+            start = part.stop
+        return jnp.concatenate(outs), cache

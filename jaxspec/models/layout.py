@@ -6,7 +6,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Shaped
 
 
 @jax.tree_util.register_dataclass
@@ -38,6 +38,11 @@ class RaggedLayout:
         offsets = jnp.arange(self.max_rows)
         rows = jnp.clip(self.starts[:, None] + offsets, 0, self.positions.shape[0] - 1)
         return rows, offsets < self.lengths[:, None]
+
+    def rows_of(self, values: Shaped[Array, "R Q"]) -> Shaped[Array, "M"]:
+        """What a [request, row of the request] table says of each row; of a padding row, something of its request."""
+        offset = jnp.arange(self.positions.shape[0]) - self.starts[self.requests]
+        return values[self.requests, jnp.clip(offset, 0, values.shape[1] - 1)]
 
     def ancestors(self) -> Bool[Array, "R Q Q"]:
         """Whether row j of a request is row i or one of its ancestors. Parents come before their children."""
@@ -77,6 +82,33 @@ def uniform_layout(
         valid=valid.reshape(-1),
         page_table=page_table,
         max_rows=rows,
+    )
+
+
+def ragged_layout(
+    first: Int[Array, "R"], lengths: Int[Array, "R"], page_table: Int[Array, "R P"], rows: int, max_rows: int
+) -> RaggedLayout:
+    """Segments without gaps between them, `rows` in all, the rest padding: request r owns `lengths[r]` <= `max_rows`
+    of them (their sum must fit), at positions first[r], first[r] + 1, …
+    """
+    lengths = lengths.astype(jnp.int32)
+    ends = jnp.cumsum(lengths)
+    starts = ends - lengths
+    index = jnp.arange(rows, dtype=jnp.int32)
+    valid = index < ends[-1]
+    requests = jnp.minimum(jnp.searchsorted(ends, index, side="right"), lengths.shape[0] - 1).astype(jnp.int32)
+    offsets = index - starts[requests]
+    positions = jnp.where(valid, first[requests] + offsets, 0).astype(jnp.int32)
+    return RaggedLayout(
+        starts=starts,
+        lengths=lengths,
+        positions=positions,
+        slots=positions,
+        parents=jnp.where(valid & (offsets > 0), index - 1, -1),
+        requests=requests,
+        valid=valid,
+        page_table=page_table,
+        max_rows=max_rows,
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jaxspec
+from jaxspec.serving.grammar import GrammarCompiler
 from jaxspec.serving.protos.jaxspec.v1 import jaxspec_pb2 as pb
 from jaxspec.serving.text import Codec
 
@@ -47,8 +48,10 @@ class Facts:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The result of start-up: a warm runner, its tokenizer (None: only token ids are served) and its facts."""
+    """The result of start-up: a warm engine, its tokenizer (None: only token ids are served), its facts, and what
+    compiles grammars (None: they are refused)."""
 
     runner: Any
     codec: Codec | None
     facts: Facts
+    grammars: GrammarCompiler | None = None

@@ -12,8 +12,9 @@ from types import FrameType
 from typing import Any
 
 from jaxspec.config import ServeConfig, render
-from jaxspec.errors import ConfigError, problem
+from jaxspec.errors import ConfigError, RequestError, problem
 from jaxspec.serving.facts import Facts, Loaded
+from jaxspec.serving.grammar import GrammarCompiler
 from jaxspec.serving.progress import Stages
 from jaxspec.serving.server import Server
 from jaxspec.serving.text import TokenizerCodec
@@ -22,6 +23,12 @@ __all__ = ["QUICKSTART_DRAFTER", "load", "run"]
 
 # Where configs/quickstart.yaml exports what it trains. Only this path may be absent: another one is somebody's drafter.
 QUICKSTART_DRAFTER = "out/quickstart/drafter"
+# Keys of `engine` that the engine takes as they are.
+_ENGINE = (
+    *("num_slots", "slot_buckets", "max_context", "prefill_chunk", "prefill_pieces", "page_size", "num_pages"),
+    *("prefix_cache", "overlap", "acceptance", "confidence_threshold", "align", "min_verify_rows", "max_verify_rows"),
+    *("pause_drafting", "rules", "max_logprobs"),
+)
 _TRAIN = "python train.py --config configs/quickstart.yaml"
 
 
@@ -66,7 +73,7 @@ async def _until_signalled(server: Server) -> int:
 
 
 def load(config: ServeConfig, check: Callable[[], None], stages: Stages | None = None) -> Loaded:
-    """Loads target and drafter and compiles the runner's executables, on the thread that will own them.
+    """Loads target and drafter and compiles the engine's executables, on the thread that will own them.
 
     `check` is called between the stages and may raise to leave.
     """
@@ -76,10 +83,13 @@ def load(config: ServeConfig, check: Callable[[], None], stages: Stages | None =
     if source is not None:
         check_source(source)  # a wrong path should not wait for the target
     from jaxspec.checkpoints.target import load_target
-    from jaxspec.decoding.runner import SlotRunner
+    from jaxspec.decoding.compilations import CacheHits
+    from jaxspec.serving.cost import load_cost_table
+    from jaxspec.serving.engine import Engine
 
     _use_compilation_cache(config.compilation_cache)
-    with stages or Stages(3 if source is None else 4) as progress:
+    table = None if config.engine.cost_table is None else load_cost_table(Path(config.engine.cost_table))
+    with stages or Stages(1 if source is None else 2) as progress:
         with progress.stage("loading the target"):
             target = load_target(config.target.source, dtype=config.target.dtype)
             codec = _codec(target.directory)
@@ -91,23 +101,28 @@ def load(config: ServeConfig, check: Callable[[], None], stages: Stages | None =
             with progress.stage("loading the drafter"):
                 draft, num_proposals = open_drafter(source, target, options)
             check()
-        runner = SlotRunner(
+        if draft is not None and engine.sts_temperatures is not None:
+            draft = dataclasses.replace(draft, drafter=_calibrated(draft.drafter, Path(engine.sts_temperatures)))
+        grammars = _grammars(target, codec) if engine.grammar else None
+        runner = Engine(
             target,
             draft,
-            num_slots=engine.num_slots,
-            max_context=engine.max_context,
-            prefill_chunk=engine.prefill_chunk,
-            page_size=engine.page_size,
-            acceptance=engine.acceptance,
             num_proposals=num_proposals,
+            cost_table=table,
+            codec=codec,
+            grammars=grammars,
+            **{name: getattr(engine, name) for name in _ENGINE},
         )
 
         def compiled(name: str, seconds: float) -> None:
             progress.done(f"compiling {name}", seconds)
             check()
 
+        progress.add(runner.num_executables)
         progress.show("compiling")
+        hits = CacheHits()
         runner.warm_up(compiled)
+    say(f"{runner.num_executables} executables are ready, {hits.count} of them from the compilation cache")
     facts = Facts(
         target=target.name,
         drafter=source or "none",
@@ -117,7 +132,26 @@ def load(config: ServeConfig, check: Callable[[], None], stages: Stages | None =
         slots=runner.num_slots,
         num_proposals=runner.num_proposals,
     )
-    return Loaded(runner, codec, facts)
+    return Loaded(runner, codec, facts, grammars)
+
+
+def _calibrated(drafter: Any, path: Path) -> Any:
+    """The drafter with the temperatures of an STS file."""
+    from jaxspec.drafters.calibration import Calibration
+
+    if not hasattr(drafter, "temperatures"):
+        expected = f"null: a {drafter.method} drafter has no confidence head"
+        raise ConfigError(problem("engine.sts_temperatures", str(path), expected))
+    return dataclasses.replace(drafter, temperatures=Calibration.load(path, drafter.num_proposals).temperatures)
+
+
+def _grammars(target: Any, codec: TokenizerCodec | None) -> GrammarCompiler:
+    if codec is None:
+        raise ConfigError(problem("engine.grammar", "true", "false: this target has no tokenizer"))
+    try:
+        return GrammarCompiler(codec.tokenizer, target.config.vocab_size, target.config.eos_token_ids)
+    except RequestError as error:  # llguidance is not installed
+        raise ConfigError(f"engine.{error}") from error
 
 
 def choose_drafter(source: str | None) -> str | None:
@@ -143,9 +177,9 @@ def _use_compilation_cache(folder: str | None) -> None:
     """Keeps executables between starts, in ~/.cache/jaxspec/xla unless the config names a folder."""
     import jax
 
-    from jaxspec.checkpoints.cache import cache_root
+    from jaxspec.checkpoints.cache import compilation_cache
 
-    path = Path(folder).expanduser() if folder else cache_root() / "xla"
+    path = Path(folder).expanduser() if folder else compilation_cache()
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -16,7 +16,8 @@ __all__ = ["Stages"]
 class Stages:
     """`with Stages(5) as stages, stages.stage("loading the target"): ...`; `done` counts a stage that timed itself.
 
-    `total` is how many stages there will be. Output goes to stderr, so that stdout holds the server's own lines.
+    `total` is how many stages there will be, as far as is known. Output goes to stderr, so that stdout holds the
+    server's own lines.
     """
 
     def __init__(self, total: int, console: Console | None = None, say: Callable[[str], None] | None = None):
@@ -38,6 +39,12 @@ class Stages:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+    def add(self, stages: int) -> None:
+        """There are so many more stages than was known."""
+        self._total += stages
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, total=self._total)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

@@ -19,6 +19,7 @@ from jaxspec.errors import JaxspecError, ServerError, problem
 from jaxspec.serving.facts import Loaded
 from jaxspec.serving.protos.jaxspec.v1 import jaxspec_pb2_grpc as pb_grpc
 from jaxspec.serving.service import SERVICE_NAME, GenerationService
+from jaxspec.serving.wire import RefuseBrokenBytes
 from jaxspec.serving.worker import State, Worker
 
 __all__ = ["OPTIONS", "Server"]
@@ -79,7 +80,7 @@ class Server:
         """Serves until `stop`. 0 after a clean stop, 1 after a failed runner; an error of start-up is raised."""
         self._loop = asyncio.get_running_loop()
         service = GenerationService(self.worker)
-        server = grpc.aio.server(options=OPTIONS)
+        server = grpc.aio.server(interceptors=[RefuseBrokenBytes()], options=OPTIONS)
         pb_grpc.add_GenerationServicer_to_server(service, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)

@@ -31,7 +31,7 @@ class TokenizerCodec:
     """A `transformers` fast tokenizer as a Codec."""
 
     def __init__(self, tokenizer: Any):
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         # Fast tokenizers refuse ("Already borrowed") a call that changes their settings while another one runs.
         self._lock = threading.Lock()
 
@@ -39,7 +39,7 @@ class TokenizerCodec:
         """Ids of a text; RequestError when it is not Unicode (a lone surrogate)."""
         _check_unicode(text)
         with self._lock:
-            return list(self._tokenizer.encode(text))
+            return list(self.tokenizer.encode(text))
 
     def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """The chat template with the assistant's header at the end; RequestError when there is none or it refuses."""
@@ -49,13 +49,13 @@ class TokenizerCodec:
             _check_unicode(turn.get("content", ""))
         with self._lock:
             try:
-                return chat_ids(self._tokenizer, messages)
+                return chat_ids(self.tokenizer, messages)
             except (CheckpointError, DataError) as error:
                 raise RequestError(str(error)) from error
 
     def decode(self, ids: Sequence[int]) -> str:
         with self._lock:
-            return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            return self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def _check_unicode(text: str) -> None:

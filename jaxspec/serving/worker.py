@@ -1,9 +1,12 @@
-"""The thread that owns the runner: queue in, events out.
+"""The thread that owns the engine: queue in, events out.
 
-Every touch of jax state (start-up, prefill, rounds, cancelling) happens on this one thread, so the runner needs no lock
-and the device sees one order of work. Other threads only enter the queue and mark requests as cancelled.
+Every touch of jax state (start-up, rounds, cancelling) happens on this one thread, so the engine needs no lock and the
+device sees one order of work. Other threads only enter the queue and mark requests as cancelled.
 
-A request is known to the runner by its handle. Handles are never reused, and a finished or cancelled handle is
+The engine decides what runs in a round; who gets a free slot is decided here, in the scheduler's order of priority,
+deadline and arrival.
+
+A request is known to the engine by its handle. Handles are never reused, and a finished or cancelled handle is
 forgotten at once: whatever still arrives for it (a round that was in flight) is dropped, and a late cancel cannot hit
 the next owner of its slot.
 """
@@ -11,19 +14,27 @@ the next owner of its slot.
 from __future__ import annotations
 
 import enum
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
+from jaxspec.decoding.runner import Event, TokenLogprob
 from jaxspec.errors import RequestError
+from jaxspec.serving.engine import Metrics
 from jaxspec.serving.facts import Facts, Loaded
 from jaxspec.serving.failure import Failure, Status
+from jaxspec.serving.grammar import Grammar, GrammarCompiler
+from jaxspec.serving.scheduler import urgency
 from jaxspec.serving.text import Codec
 
 __all__ = ["Delta", "Load", "State", "Stopped", "Ticket", "Usage", "Worker"]
+
+
+AGING_SECONDS = 10.0  # waiting time that is worth one step of priority
 
 
 class State(enum.Enum):
@@ -40,7 +51,7 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class Usage:
-    """Counts of one answer; seconds from arrival to admission and of the prefill."""
+    """Counts of one answer; seconds from arrival to a slot, and from there to the first token."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -53,11 +64,18 @@ class Usage:
 
 @dataclass(frozen=True)
 class Delta:
-    """New tokens of one round (or the first token, from the prefill); the last one has a reason and the usage."""
+    """New tokens of one round (or the first token, from the prefill); the last one has a reason and the usage.
+
+    `text` is that of a request with stop strings, which the engine must look at; `by_id`: the last token is a stop id.
+    """
 
     tokens: tuple[int, ...]
     reason: str | None = None  # "stop" or "length"
     usage: Usage | None = None
+    text: str = ""
+    by_id: bool = False
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 Sink = Callable[[Delta | Failure], None]
@@ -73,12 +91,19 @@ class Load(NamedTuple):
 
 @dataclass(eq=False)
 class Ticket:
-    """One request inside the worker, which owns the fields. `sink` must not block, whatever thread calls it."""
+    """One answer to a request inside the worker, which owns the fields below `deadline` (on `time.monotonic`). `sink`
+    must not block, whatever thread calls it.
+    """
 
     prompt_ids: tuple[int, ...]
     params: Any
     sink: Sink
-    arrived: float
+    sample: int = 0
+    grammar: Grammar | None = None
+    priority: int = 0
+    deadline: float = math.inf
+    arrived: float = field(default_factory=time.monotonic)
+    admitted: float = math.inf
     cancelled: bool = False
     handle: int | None = None
     queue_seconds: float = 0.0
@@ -89,14 +114,14 @@ class Ticket:
     proposed: int = 0
 
     def usage(self) -> Usage:
-        given = {field.name: getattr(self, field.name) for field in fields(Usage) if field.name != "prompt_tokens"}
+        given = {one.name: getattr(self, one.name) for one in fields(Usage) if one.name != "prompt_tokens"}
         return Usage(prompt_tokens=len(self.prompt_ids), **given)
 
 
 class Worker:
-    """Owns the runner on one thread.
+    """Owns the engine on one thread.
 
-    `start(check)` runs on that thread, returns the warm runner and calls `check` between its stages (it raises Stopped
+    `start(check)` runs on that thread, returns the warm engine and calls `check` between its stages (it raises Stopped
     when a stop was asked for meanwhile). `on_state(state, error)` is called on that thread at every change of state.
     """
 
@@ -113,7 +138,8 @@ class Worker:
         self._changed = threading.Condition()
         self._state = State.STARTING
         self._loaded: Loaded | None = None
-        self._waiting: deque[Ticket] = deque()
+        self._metrics: Metrics | None = None
+        self._waiting: list[Ticket] = []
         self._admitting: Ticket | None = None
         self._running: dict[int, Ticket] = {}
         self._to_cancel: deque[Ticket] = deque()
@@ -139,28 +165,41 @@ class Worker:
     def codec(self) -> Codec | None:
         return None if self._loaded is None else self._loaded.codec
 
+    @property
+    def grammars(self) -> GrammarCompiler | None:
+        return None if self._loaded is None else self._loaded.grammars
+
+    @property
+    def metrics(self) -> Metrics | None:
+        """The engine's counters after its last round; None until start-up is over."""
+        return self._metrics
+
     def load(self) -> Load:
         with self._changed:
             held = len(self._running) + (self._admitting is not None)
             return Load(len(self._waiting), held, len(self._to_cancel))
 
-    def submit(self, prompt_ids: Sequence[int], params: Any, sink: Sink) -> Ticket:
-        """Queues a request; Failure when the server is not serving or is full. Its events go to `sink`."""
-        ticket = Ticket(tuple(prompt_ids), params, sink, time.monotonic())
+    def submit(self, prompt_ids: Sequence[int], params: Any, sink: Sink, **more: Any) -> Ticket:
+        """Queues one answer. Its events go to `sink`. See `submit_all`."""
+        ticket = Ticket(tuple(prompt_ids), params, sink, **more)
+        self.submit_all([ticket])
+        return ticket
+
+    def submit_all(self, tickets: Sequence[Ticket]) -> None:
+        """Queues the answers to one request, all or none: Failure when the server is not serving or is full."""
         with self._changed:
             if self._state is not State.SERVING or self._loaded is None:
                 raise Failure(Status.UNAVAILABLE, f"the server is {self._state.value}; try again later or elsewhere")
             slots = self._loaded.facts.slots
             held = self.load().waiting + self.load().running
-            if held >= slots + self._max_queue:
+            if held + len(tickets) > slots + self._max_queue:
                 raise Failure(
                     Status.RESOURCE_EXHAUSTED,
                     f"the server is full: {slots} slots and a queue of {self._max_queue} (server.max_queue) hold "
                     f"{held} requests; try again later",
                 )
-            self._waiting.append(ticket)
+            self._waiting += tickets
             self._changed.notify_all()
-        return ticket
 
     def cancel(self, ticket: Ticket) -> None:
         """Ends a request in whatever phase it is; its sink hears nothing more. Harmless after the end, and twice."""
@@ -180,7 +219,7 @@ class Worker:
             self._drain_until = time.monotonic() + seconds
             if self._state in (State.STARTING, State.SERVING):
                 self._state = State.DRAINING
-            refused, self._waiting = list(self._waiting), deque()
+            refused, self._waiting = self._waiting, []
             self._changed.notify_all()
         for ticket in refused:
             ticket.sink(Failure(Status.UNAVAILABLE, "the server is shutting down; the request was not started"))
@@ -199,7 +238,9 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            self._loaded = self._start_up(self._check_stop)
+            loaded = self._start_up(self._check_stop)
+            self._metrics = loaded.runner.metrics()
+            self._loaded = loaded
             self._enter(State.SERVING, unless=State.DRAINING)
             self._serve(self._loaded.runner)
         except Stopped:
@@ -224,14 +265,14 @@ class Worker:
 
     def _serve(self, runner: Any) -> None:
         while self._wait_for_work():
-            # One prefill at most between two rounds, so that a burst of prompts does not stall the running answers.
-            ticket = self._next(runner)
-            if ticket is not None:
+            # Admission runs nothing: prompts are prefilled in pieces, in the rounds of the running answers.
+            while (ticket := self._next(runner)) is not None:
                 self._admit(runner, ticket)
             self._cancel_marked(runner)
             if self._running:
                 for event in runner.step():
                     self._deliver(event)
+            self._metrics = runner.metrics()
 
     def _wait_for_work(self) -> bool:
         """False at the end."""
@@ -247,8 +288,13 @@ class Worker:
         """The request to admit now, if there is one and a slot for it."""
         with self._changed:
             if self._waiting and runner.free_slots > 0:
-                self._admitting = self._waiting.popleft()
-                return self._admitting
+                now = time.monotonic()
+                ticket = min(
+                    self._waiting, key=lambda one: urgency(one.priority, one.deadline, one.arrived, now, AGING_SECONDS)
+                )
+                self._waiting.remove(ticket)
+                self._admitting = ticket
+                return ticket
             if self._waiting and not self._running and not self._to_cancel:
                 raise RuntimeError("the runner has lost its slots: none is free although none is in use")
             return None
@@ -257,17 +303,16 @@ class Worker:
         return self._state is not State.SERVING
 
     def _admit(self, runner: Any, ticket: Ticket) -> None:
-        begun = time.monotonic()
-        ticket.queue_seconds = begun - ticket.arrived
+        ticket.admitted = time.monotonic()
+        ticket.queue_seconds = ticket.admitted - ticket.arrived
         try:
-            handle = runner.admit(ticket.prompt_ids, ticket.params)
+            handle = runner.admit(ticket.prompt_ids, ticket.params, ticket.sample, ticket.grammar)
         except RequestError as error:
             with self._changed:
                 self._admitting = None
                 self._changed.notify_all()
             self._tell(ticket, Failure(Status.INVALID_ARGUMENT, str(error)))
             return
-        ticket.prefill_seconds = time.monotonic() - begun
         with self._changed:
             ticket.handle = handle
             self._running[handle] = ticket
@@ -289,10 +334,12 @@ class Worker:
                 self._changed.notify_all()
             self._tell(ticket, Failure(Status.UNAVAILABLE, "the server shut down before the answer was complete"))
 
-    def _deliver(self, event: Any) -> None:
+    def _deliver(self, event: Event) -> None:
         ticket = self._running.get(event.handle)
         if ticket is None:  # the rest of a round that was in flight when its request ended
             return
+        if not ticket.completion_tokens:
+            ticket.prefill_seconds = time.monotonic() - ticket.admitted
         ticket.completion_tokens += len(event.tokens)
         ticket.rounds += bool(event.from_round)
         ticket.accepted += event.accepted
@@ -301,11 +348,10 @@ class Worker:
             with self._changed:
                 del self._running[event.handle]
                 self._changed.notify_all()
-        tokens = tuple(int(token) for token in event.tokens)
-        if event.finish_reason is not None:
-            self._tell(ticket, Delta(tokens, event.finish_reason, ticket.usage()))
-        elif tokens:
-            self._tell(ticket, Delta(tokens))
+        usage = None if event.finish_reason is None else ticket.usage()
+        if event.tokens or usage is not None:
+            about = event.text, event.by_id, event.logprobs, event.prompt_logprobs
+            self._tell(ticket, Delta(event.tokens, event.finish_reason, usage, *about))
 
     def _tell(self, ticket: Ticket, item: Delta | Failure) -> None:
         if not ticket.cancelled:
@@ -315,7 +361,7 @@ class Worker:
         with self._changed:
             touched = [*self._running.values(), *([self._admitting] if self._admitting else [])]
             untouched = list(self._waiting)
-            self._running, self._admitting, self._waiting = {}, None, deque()
+            self._running, self._admitting, self._waiting = {}, None, []
             self._state = State.FAILED  # in the same breath, so that no request can enter a queue that nobody reads
         self._on_state(State.FAILED, error)
         for ticket in touched:

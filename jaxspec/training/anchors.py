@@ -10,13 +10,15 @@ Sources: SpecForge `_sample_anchor_positions` and DeepSpec `sample_anchor_positi
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Int
 
-__all__ = ["AnchorRule", "anchor_uniforms", "sample_anchors", "trim_width"]
+__all__ = ["AnchorRule", "anchor_uniforms", "any_anchor", "sample_anchors", "supervised_anchors", "trim_width"]
 
 AnchorRule = Literal["adjacent", "legacy"]
 
@@ -50,7 +52,7 @@ def _valid(loss_mask: jax.Array, rule: AnchorRule, block_size: int) -> jax.Array
     if rule == "adjacent":
         return loss_mask[:, :-1] & loss_mask[:, 1:]
     if rule == "legacy":
-        return loss_mask[:, :-1] & (jnp.arange(seq_len - 1) <= seq_len - block_size)
+        return loss_mask[:, :-1] & (np.arange(seq_len - 1) <= seq_len - block_size)
     raise ValueError(f"data.anchor_rule: found {rule!r}, expected 'adjacent' or 'legacy'")
 
 
@@ -81,6 +83,29 @@ def sample_anchors(
     # the sequence length sorts behind every position, so what is kept stays in front
     ordered = jnp.sort(jnp.where(keep, ranked, loss_mask.shape[1]), axis=1)
     return jnp.where(keep, ordered, 0), keep
+
+
+def supervised_anchors(
+    anchors: Int[Array, "B N"], keep: Bool[Array, "B N"], loss_mask: Bool[Array, "B S"], num_proposals: int
+) -> Bool[Array, "B N"]:
+    """The kept anchors that teach something: a supervised token is among the m = num_proposals after them."""
+    # cumulative counts with a zero in front: the tokens from a + 1 to b are counts[b + 1] - counts[a + 1]
+    counts = jnp.pad(jnp.cumsum(loss_mask.astype(jnp.int32), axis=1), ((0, 0), (1, 0)))
+    last = jnp.minimum(anchors + num_proposals, loss_mask.shape[1] - 1)
+    ahead = jnp.take_along_axis(counts, last + 1, axis=1) - jnp.take_along_axis(counts, anchors + 1, axis=1)
+    return keep & (ahead > 0)
+
+
+def any_anchor(loss_masks: Iterable[np.ndarray], seq_len: int, rule: AnchorRule, block_size: int) -> bool:
+    """Whether some batch of these sequences (bool [S_i], padded to `seq_len`) can have an anchor under `rule`."""
+    # "legacy" keeps one anchor fewer than the fullest row of a batch has candidates
+    least = 2 if rule == "legacy" else 1
+    for mask in loss_masks:
+        padded = np.zeros((1, seq_len), bool)
+        padded[0, : len(mask)] = mask[:seq_len]
+        if np.asarray(_valid(padded, rule, block_size)).sum() >= least:
+            return True
+    return False
 
 
 def trim_width(anchors: np.ndarray, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

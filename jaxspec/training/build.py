@@ -14,7 +14,7 @@ from jaxspec.drafters.block_config import BlockConfig, build_target_layer_ids, f
 from jaxspec.drafters.dflare import NUM_TAPS, DFlare
 from jaxspec.drafters.dflash import DFlash
 from jaxspec.drafters.dflash2 import DFlash2, from_dflash
-from jaxspec.drafters.dspark import DSpark, DSparkObjective
+from jaxspec.drafters.dspark import DSpark, DSparkObjective, with_fresh_heads
 from jaxspec.drafters.eagle import Eagle, EagleObjective
 from jaxspec.drafters.eagle3 import Eagle3, Eagle3Objective
 from jaxspec.drafters.eagle_config import EagleConfig, default_layer_ids, fresh_model
@@ -63,13 +63,10 @@ def fresh_drafter(config: TrainConfig, target: ModelConfig) -> Drafter:
     )
     if section.method != "dspark":
         return with_objective(_of_dflash_family(config, block), config.objective)
-    heads = MarkovConfig(
-        section.markov_rank, section.markov_head_type, section.confidence_head, section.confidence_head_with_markov
-    )
     # the objective comes with the drafter, since a default one may name a head that this drafter lacks
     return DSpark(
         block,
-        heads=heads,
+        heads=_heads(config),
         sample_from_anchor=section.sample_from_anchor,
         objective_config=_dspark(DSparkObjective(), config.objective),
     )
@@ -113,6 +110,13 @@ def _selector(config: TrainConfig) -> SelectorConfig:
     return SelectorConfig(config.drafter.selector_rank, config.drafter.selector_top_k)
 
 
+def _heads(config: TrainConfig) -> MarkovConfig:
+    section = config.drafter
+    return MarkovConfig(
+        section.markov_rank, section.markov_head_type, section.confidence_head, section.confidence_head_with_markov
+    )
+
+
 def _dspark(base: DSparkObjective, section: ObjectiveSection) -> DSparkObjective:
     names = ("gamma", "ce_alpha", "l1_alpha", "confidence_alpha", "chunk_blocks")
     return dataclasses.replace(base, **{name: getattr(section, name) for name in names})
@@ -153,13 +157,35 @@ def check_method(config: TrainConfig, drafter: Drafter) -> None:
 
 def warm_start(config: TrainConfig, draft: Draft) -> Draft:
     """The draft of `drafter.source`, as the configured method trains it: a DFlash 2 may start from a DFlash, with
-    convolutions and selector that change nothing at first. Raises ConfigError for any other pair of methods."""
+    convolutions and selector that change nothing at first, and a DSpark from a DFlash or a DSpark without heads, with
+    heads that change nothing at first. Raises ConfigError for any other pair of methods."""
+    key = jax.random.fold_in(jax.random.key(config.run.seed), _INIT)
+    drafter: Drafter
     if (config.drafter.method, draft.drafter.method) == ("dflash2", "dflash"):
-        key = jax.random.fold_in(jax.random.key(config.run.seed), _INIT)
         drafter, params = from_dflash(draft.drafter, draft.params, key, _conv(config), _selector(config))
-        return dataclasses.replace(draft, drafter=drafter, params=params, config_raw={}, layout=None)
-    check_method(config, draft.drafter)
-    return draft
+    elif config.drafter.method == "dspark" and _lacks_heads(draft.drafter, _heads(config)):
+        _check_anchor_row(config, draft.drafter)
+        drafter, params = with_fresh_heads(draft.drafter, draft.params, key, _heads(config))
+    else:
+        check_method(config, draft.drafter)
+        return draft
+    return dataclasses.replace(draft, drafter=drafter, params=params, config_raw={}, layout=None)
+
+
+def _lacks_heads(drafter: Any, wanted: MarkovConfig) -> bool:
+    none = not getattr(drafter, "heads", None) or not (drafter.heads.rank or drafter.heads.confidence)
+    return drafter.method in ("dflash", "dspark") and none and bool(wanted.rank or wanted.confidence)
+
+
+def _check_anchor_row(config: TrainConfig, drafter: Any) -> None:
+    predicts, asked = getattr(drafter, "sample_from_anchor", False), config.drafter.sample_from_anchor
+    if predicts != asked:
+        found, expected = (str(value).lower() for value in (asked, predicts))
+        raise ConfigError(
+            problem(
+                "drafter.sample_from_anchor", f"found {found}", f"{expected}, as drafter.source was trained to predict"
+            )
+        )
 
 
 def initial_params(drafter: Any, key: jax.Array, dtype: Any, examples: Examples | None = None) -> Any:

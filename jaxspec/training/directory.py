@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -11,9 +12,9 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from jaxspec.errors import ConfigError, problem
+from jaxspec.errors import CheckpointError, ConfigError, problem
 
-__all__ = ["MARKER", "check", "locked", "prepare", "write_atomically"]
+__all__ = ["MARKER", "check", "locked", "prepare", "resolved", "write_atomically", "writing"]
 
 MARKER = "jaxspec-run.json"
 _FORMAT = {"kind": "jaxspec training run", "version": 1}
@@ -26,6 +27,57 @@ def write_atomically(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
+def resolved(directory: Path) -> Path:
+    """The directory itself, whatever links and relative parts name it: one run, one lock, one place beside it.
+
+    Raises:
+      ConfigError: the links go in a circle.
+    """
+    try:
+        whole = directory.resolve()
+        if whole.is_symlink():  # as far as it gets from Python 3.13 on
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        return whole
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(
+            problem("run.directory", f"{str(directory)!r}, which cannot be followed ({error})", "a folder or nothing")
+        ) from error
+
+
+@contextlib.contextmanager
+def writing(directory: Path) -> Iterator[None]:
+    """Around work that writes into the run directory: one error that names it where the system refuses.
+
+    Raises:
+      CheckpointError: the folder is gone, the disk is full or cannot be written.
+    """
+    try:
+        yield
+    except BrokenPipeError:  # whoever reads the log has left; the command line knows
+        raise
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and not directory.is_dir():
+            raise CheckpointError(gone(directory)) from error
+        raise CheckpointError(
+            problem(
+                f"run.directory {directory}",
+                f"{error.strerror or error}{f' at {error.filename}' if error.filename else ''}",
+                "a writable place with room",
+                "mend that and give the same command: the run goes on from its last whole checkpoint",
+            )
+        ) from error
+
+
+def gone(directory: Path) -> str:
+    """The message for a run directory that was taken away under a run."""
+    return problem(
+        f"run.directory {directory}",
+        "moved or deleted while the run was going",
+        "it to stay in place",
+        "put it back, or start again",
+    )
+
+
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """Holds the run directory for this process; the lock ends with the process, however it ends.
@@ -33,8 +85,8 @@ def locked(directory: Path) -> Iterator[None]:
     Raises:
       ConfigError: another process trains in it.
     """
+    whole = resolved(directory)
     try:
-        whole = directory.absolute()  # so that "." has a name
         whole.parent.mkdir(parents=True, exist_ok=True)
         place = whole.with_name(whole.name + ".lock")
         place.touch()  # the lock library takes a place that cannot be written for one in use
@@ -64,6 +116,7 @@ def check(directory: Path, fresh: bool) -> None:
     Raises:
       ConfigError: the place, or the one that an earlier run would be moved to, holds something that is not a run.
     """
+    directory = resolved(directory)
     try:
         in_the_way = directory.exists() and not directory.is_dir()
     except OSError as error:
@@ -106,6 +159,7 @@ def prepare(directory: Path, fresh: bool) -> Path | None:
       ConfigError: see `check`; nothing was touched.
     """
     check(directory, fresh)
+    directory = resolved(directory)
     moved = None
     if fresh and _holds_files(directory):
         moved = _aside(directory)
@@ -122,6 +176,5 @@ def _holds_files(directory: Path) -> bool:
 
 
 def _aside(directory: Path) -> Path:
-    """Where a run is moved to; `absolute` so that "." has a name."""
-    whole = directory.absolute()
-    return whole.with_name(whole.name + ".previous")
+    """Where a run is moved to."""
+    return directory.with_name(directory.name + ".previous")

@@ -26,6 +26,8 @@ from jaxspec.training.step import Frozen
 
 __all__ = ["Loop", "Outcome", "TrainingError"]
 
+_HOPELESS = 20  # steps in a row, from the first on, without one anchor to learn from
+
 Step = Callable[[TrainState, Frozen, dict[str, jax.Array]], tuple[TrainState, dict[str, Any]]]
 
 
@@ -96,6 +98,7 @@ class Loop:
             jax.block_until_ready(state)
             if len(window):
                 last = self._log(window, step)
+            self._check_taught(int(jax.device_get(state.skipped)), step, final=reason in ("steps", "seconds"))
             self._save(state, step, tokens)
             self.checkpoints.wait()
         finally:
@@ -128,7 +131,21 @@ class Loop:
                     "lower the rate; the parameters were left as they were before these steps",
                 )
             )
+        self._check_taught(int(numbers["skipped_steps"]), step)
         return numbers
+
+    @staticmethod
+    def _check_taught(skipped: int, step: int, final: bool = False) -> None:
+        """A run in which no step had anything to learn must not end as if it had trained."""
+        if step and skipped == step and (final or step >= _HOPELESS):
+            raise TrainingError(
+                problem(
+                    "data",
+                    f"no supervised anchor in all {step} steps",
+                    "sequences with supervised tokens behind their anchors",
+                    "check data.anchor_rule, data.max_length and drafter.block_size; nothing was trained",
+                )
+            )
 
     def _save(self, state: TrainState, step: int, tokens: int) -> None:
         moving = {"step": step, "seconds": self.seconds(), "tokens": tokens, "input": self.batches.get_state()}

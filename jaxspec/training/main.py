@@ -17,11 +17,14 @@ from jaxspec.checkpoints.target import Target, load_target
 from jaxspec.checkpoints.tokenizer import load_tokenizer
 from jaxspec.config import TrainConfig, render
 from jaxspec.drafters.base import Shared
+from jaxspec.drafters.eagle import Eagle
+from jaxspec.drafters.eagle3 import Eagle3
 from jaxspec.errors import DataError, ResumeError, problem
 from jaxspec.models.layers import stack_layers
 from jaxspec.training import directory as run_directory
 from jaxspec.training import fingerprint as fp
 from jaxspec.training import optimizer as opt
+from jaxspec.training.anchors import any_anchor
 from jaxspec.training.build import fresh_drafter, initial_params, warm_start, with_objective
 from jaxspec.training.checkpoint import Checkpoints
 from jaxspec.training.data import Examples, load_examples
@@ -80,13 +83,14 @@ def run(
     Raises:
       ConfigError, DataError, CheckpointError, HubError, ResumeError: see jaxspec.errors; nothing was written for the
       first four unless the run had begun.
+      TrainingError: there is nothing in the data to learn from, or no gradient is a number.
     """
     reporter = reporter or Reporter()
     with stop_requests() as stop:
         place = Path(config.run.directory)
         run_directory.check(place, config.run.fresh)
         prepared = _prepare(config, target, reporter)
-        with run_directory.locked(place):
+        with run_directory.locked(place), run_directory.writing(place):
             moved = run_directory.prepare(place, config.run.fresh)
             if moved is not None:
                 reporter.say(f"run.fresh: the earlier run was moved to {moved}")
@@ -123,6 +127,8 @@ def _prepare(config: TrainConfig, target: Target | None, reporter: Reporter) -> 
         vocab_size=target.config.vocab_size,
     )
     reporter.say(examples.statistics.line())
+    seq_len = padded_length(examples, data.max_length)
+    _check_anchors(config, draft.drafter, examples, seq_len)
     rows = config.optimizer.batch_size * config.optimizer.accumulation
     limits = [config.run.steps, config.run.epochs and steps_per_epochs(len(examples), config.run.epochs, rows)]
     total = min((limit for limit in limits if limit), default=None)
@@ -145,7 +151,24 @@ def _prepare(config: TrainConfig, target: Target | None, reporter: Reporter) -> 
         model, params = target.model.truncated(target.params, draft.drafter.taps)
         spec = dataclasses.replace(spec, model=model)
         target = dataclasses.replace(target, params=params)
-    return _Run(config, target, draft, examples, padded_length(examples, data.max_length), total, marks, spec, reporter)
+    return _Run(config, target, draft, examples, seq_len, total, marks, spec, reporter)
+
+
+def _check_anchors(config: TrainConfig, drafter: Any, examples: Examples, seq_len: int) -> None:
+    """Raises DataError where no step could have an anchor, which would export what was never trained."""
+    if isinstance(drafter, (Eagle, Eagle3)):  # every supervised row of a sequence is trained, anchors are not read
+        return
+    masks = (examples[index]["loss_mask"] for index in range(len(examples)))
+    if not any_anchor(masks, seq_len, config.data.anchor_rule, drafter.config.block_size):
+        raise DataError(
+            problem(
+                "data.anchor_rule",
+                f"no place for an anchor in any of the {len(examples)} sequences (the longest has {examples.longest} "
+                f"tokens, a block {drafter.config.block_size}) under the rule {config.data.anchor_rule!r}",
+                "longer sequences",
+                "use other data, a smaller drafter.block_size or data.anchor_rule=adjacent",
+            )
+        )
 
 
 def _tokenizer(target: Target) -> Any:
@@ -163,7 +186,7 @@ def _train(
         run.examples, seq_len=run.seq_len, batch_size=config.optimizer.batch_size,
         accumulation=config.optimizer.accumulation, seed=config.run.seed, shuffle=config.data.shuffle,
     )  # fmt: skip
-    step = checkpoints.latest()
+    step = checkpoints.resumable()
     before: dict[str, Any] = {"seconds": 0.0, "tokens": 0}
     if step is not None:
         before = _resumable(checkpoints.meta(step), run, place)
@@ -182,7 +205,9 @@ def _train(
     run_directory.write_atomically(place / "config.yaml", render(config))
     shared = run.draft.shared(run.target)
     if step is not None and _is_finished(step, before["seconds"], run):
-        reporter.say(f"this run is finished (step {step}); set run.fresh=true to start anew or raise its limit")
+        reached = ["seconds"] if run.total_steps is None or step < run.total_steps else ["steps", "epochs"]
+        limits = " or ".join(f"run.{name}" for name in reached if getattr(config.run, name))
+        reporter.say(f"this run is finished (step {step}); set run.fresh=true to start anew or raise {limits}")
         outcome = Outcome(state, step, "already finished", before["seconds"], before["tokens"], {})
     else:
         outcome = _loop(run, state, step or 0, before, batches, checkpoints, shared, evaluate, stop, placement)

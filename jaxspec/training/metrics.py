@@ -7,6 +7,7 @@ term has one entry per position of the block.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -59,6 +60,7 @@ class Window:
             "step_seconds": elapsed / count,
             "data_wait_seconds": self._wait / count,
             "anchors": int(sum(step["anchors"] for step in fetched)),
+            "supervised_anchors": int(sum(step["supervised_anchors"] for step in fetched)),
             "supervised_tokens": int(sum(step["supervised_tokens"] for step in fetched)),
             "skipped_steps": int(last["skipped"]),
             "nonfinite_steps": int(last["nonfinite"]),
@@ -111,10 +113,11 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Flush to the disk and close."""
-        os.fsync(self._file.fileno())
-        self._file.close()
-        if self._events is not None:
-            self._events.close()
+        with contextlib.ExitStack() as ends:  # each is closed even where another one cannot be
+            if self._events is not None:
+                ends.callback(self._events.close)
+            ends.callback(self._file.close)
+            os.fsync(self._file.fileno())
 
 
 def _step_of(line: str) -> float:

@@ -49,7 +49,14 @@ class Reporter:
         """Numbers of a log window."""
         shown = {
             name: numbers[name]
-            for name in ("loss", "accuracy", "learning_rate", "grad_norm", "tokens_per_second")
+            for name in (
+                "loss",
+                "accuracy",
+                "learning_rate",
+                "grad_norm",
+                "supervised_anchors",
+                "tokens_per_second",
+            )
             if name in numbers
         }
         note = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())

@@ -15,6 +15,7 @@ It costs one more drafter forward and the features of A micro-batches; with A = 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +27,7 @@ from jaxspec.drafters.base import Batch, Drafter, Shared, Terms
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import cast, join_trainable, split_trainable
 from jaxspec.training import optimizer as opt
-from jaxspec.training.anchors import AnchorRule, anchor_uniforms, sample_anchors
+from jaxspec.training.anchors import AnchorRule, anchor_uniforms, sample_anchors, supervised_anchors
 from jaxspec.training.features import capture
 from jaxspec.training.state import Placement, TrainState, abstract
 
@@ -166,6 +167,8 @@ def train_step(
     masters, fixed = split_trainable(state.params)
     updated = opt.apply(spec.optimizer, grads, state.opt_state, masters, rate)
     masters, opt_state = jax.tree.map(lambda new, old: jnp.where(use, new, old), updated, (masters, state.opt_state))
+    count = functools.partial(supervised_anchors, num_proposals=spec.drafter.num_proposals)
+    teaching = jax.vmap(count)(batches.anchors, batches.keep, batch["loss_mask"])
     state = TrainState(
         params=join_trainable(masters, fixed),
         opt_state=opt_state,
@@ -180,6 +183,7 @@ def train_step(
         "learning_rate": rate,
         "terms": terms,
         "anchors": batches.keep.sum(dtype=jnp.int32),
+        "supervised_anchors": teaching.sum(dtype=jnp.int32),
         "supervised_tokens": batch["loss_mask"].sum(dtype=jnp.int32),
         "skipped": state.skipped,
         "nonfinite": state.nonfinite,

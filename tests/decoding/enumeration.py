@@ -60,20 +60,27 @@ def target_law(case: Case) -> np.ndarray:
 
 def output_law(case: Case, accept: AcceptFn, cut: int) -> np.ndarray:
     """Law of the first m + 1 tokens when a round with `cut` kept drafts is followed by plain decoding."""
+    return path_law(case, accept, cut).sum(axis=0)
+
+
+def path_law(case: Case, accept: AcceptFn, cut: int) -> np.ndarray:
+    """The same together with the draft path: [V^m, V, …, V], paths numbered by their digits. The entries of a path add
+    up to its probability under q."""
     rows = _branches(case)
     accepted, _ = accept(
         rows.p, rows.drafts, rows.q, rows.u, np.full(len(rows.weight), 0.5), np.full(len(rows.weight), cut)
     )
     rows = _last_intervals(rows, accepted, case)
     accepted, last = accept(rows.p, rows.drafts, rows.q, rows.u, rows.u_last, np.full(len(rows.weight), cut))
-    law = np.zeros((case.vocab,) * (case.m + 1))
+    paths = np.ravel_multi_index(tuple(rows.drafts.T), (case.vocab,) * case.m)
+    law = np.zeros((case.vocab**case.m, *(case.vocab,) * (case.m + 1)))
     for r in range(case.m + 1):
         here = accepted == r
         if not here.any():
             continue
         path = np.concatenate([rows.drafts[here, :r], last[here, None]], axis=1)
-        joint = np.zeros((case.vocab,) * (r + 1))
-        np.add.at(joint, tuple(path.T), rows.weight[here])
+        joint = np.zeros((len(law), *(case.vocab,) * (r + 1)))
+        np.add.at(joint, (paths[here], *path.T), rows.weight[here])
         for table in case.p[r + 1 :]:
             joint = joint[..., None] * table
         law += joint

@@ -20,7 +20,7 @@ CHUNK = 1024
 
 
 @functools.partial(jax.jit, static_argnames=("mode", "kind"))
-def served_accept(p, drafts, q, u, u_last, cut, *, mode, kind):
+def served_accept(p, drafts, q, u, u_last, cut, temperature, *, mode, kind):
     rows = p.shape[0]
     if kind == "point":
         law = Point(drafts, p.shape[-1])
@@ -30,12 +30,13 @@ def served_accept(p, drafts, q, u, u_last, cut, *, mode, kind):
     else:
         law = Dense(q)
     ones = jnp.ones(rows)
-    sampling = SlotSampling(ones, jnp.zeros(rows, jnp.int32), ones, 0 * ones)
-    out = accept(jnp.log(p), Proposal(drafts, law), sampling, u, u_last, cut, mode)
+    sampling = SlotSampling(temperature * ones, jnp.zeros(rows, jnp.int32), ones, 0 * ones)
+    logits = jnp.log(p) * jnp.where(temperature > 0, temperature, 1.0)  # so that p is what the request's law comes to
+    out = accept(logits, Proposal(drafts, law), sampling, u, u_last, cut, mode)
     return out.accepted, out.token
 
 
-def through_jaxspec(mode: str, kind: str = "dense"):
+def through_jaxspec(mode: str, kind: str = "dense", temperature: float = 1.0):
     def run(p, drafts, q, u, u_last, cut):
         pad = lambda x: np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, VOCAB - x.shape[-1])])  # noqa: E731
         accepted, last = [], []
@@ -44,7 +45,8 @@ def through_jaxspec(mode: str, kind: str = "dense"):
             count = len(piece[3])
             piece = [np.concatenate([x, np.repeat(x[:1], CHUNK - count, axis=0)]) for x in piece]
             types = (np.float32, np.int32, np.float32, np.float32, np.float32, np.int32)
-            r, token = served_accept(*(x.astype(t) for x, t in zip(piece, types, strict=True)), mode=mode, kind=kind)
+            arrays = [x.astype(t) for x, t in zip(piece, types, strict=True)]
+            r, token = served_accept(*arrays, np.float32(temperature), mode=mode, kind=kind)
             accepted.append(np.asarray(r)[:count])
             last.append(np.asarray(token)[:count])
         return np.concatenate(accepted), np.concatenate(last)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -63,11 +62,6 @@ def terms(drafter: Any, params: Any, shared: Any, batch: Any) -> tuple[Any, Any,
 
     (value, found), grads = jax.jit(jax.value_and_grad(scalar, has_aux=True))(params)
     return float(value), found, grads
-
-
-def unrolled(target: Any) -> Any:
-    """A table target with the (empty) list of layers that a runner looks for."""
-    return dataclasses.replace(target, params={"model": {"layers": []}, **target.params})
 
 
 def assert_close(actual: Any, wanted: Any, name: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from jaxspec.checkpoints.drafter import Draft, load_drafter, save_drafter
 from jaxspec.config import TrainConfig, load_config
-from jaxspec.decoding.generate import count, generate
+from jaxspec.decoding.generate import generate
 from jaxspec.decoding.request import SamplingParams
 from jaxspec.decoding.runner import SlotRunner
 from jaxspec.drafters.block_config import fresh_config
@@ -274,23 +274,7 @@ def make(proposals=oracle.PROPOSALS):
 
 
 def acceptance(drafter, params, lag):
-    target = family.unrolled(oracle.target(lag))
-    runner = SlotRunner(
-        target,
-        oracle.Drafted(drafter, params),
-        num_slots=2,
-        max_context=48,
-        prefill_chunk=4,
-        page_size=4,
-        cache_fill=float("nan"),
-    )
-    table = np.asarray(target.params["table"]).tolist()
-    done = generate(
-        runner, [table[:length] for length in (6, 9, 13)], SamplingParams(max_new_tokens=24, ignore_eos=True)
-    )
-    assert all(list(a.tokens) == table[len(a.prompt_ids) : len(a.prompt_ids) + 24] for a in done)
-    counter = count(done, drafter.num_proposals)
-    return sum(counter.accepted_at) / sum(counter.offered_at)
+    return oracle.acceptance(oracle.serve(drafter, params, lag)[1])
 
 
 @pytest.fixture(scope="module")

@@ -156,26 +156,9 @@ def make(proposals: int = world.PROPOSALS) -> DFlash2:
     return DFlash2(config, DFlash2Objective(gamma=None), conv=ConvConfig(2, 8), selector=SelectorConfig(4, 4))
 
 
-def serve(drafter, params, lag, prompts=(6, 9, 13), new_tokens=24):
-    target = family.unrolled(world.target(lag))
-    runner = SlotRunner(
-        target,
-        world.Drafted(drafter, params),
-        num_slots=2,
-        max_context=48,
-        prefill_chunk=4,
-        page_size=4,
-        cache_fill=float("nan"),
-    )
-    table = np.asarray(target.params["table"]).tolist()
-    done = generate(
-        runner, [table[:length] for length in prompts], SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
-    )
-    for answer in done:
-        start = len(answer.prompt_ids)
-        assert list(answer.tokens) == table[start : start + new_tokens]
-    counter = count(done, drafter.num_proposals)
-    return counter, sum(counter.accepted_at) / sum(counter.offered_at)
+def serve(drafter, params, lag):
+    counter = world.serve(drafter, params, lag)[1]
+    return counter, world.acceptance(counter)
 
 
 @pytest.fixture(scope="module")

@@ -96,6 +96,16 @@ def test_a_static_tree_takes_the_ranks_of_its_choices() -> None:
                 assert path[depth] == order[rank]
 
 
+@pytest.mark.parametrize("tree", [DynamicTree(3, 3, 9), StaticTree(((0,), (1,), (0, 0), (1, 0), (1, 1), (0, 0, 0)))])
+def test_a_node_knows_its_own_log_probability(tree) -> None:
+    language = Language(4)
+    grown = grow(tree, language)
+    for request in range(12):
+        paths = paths_of(grown, request)
+        expected = [language.log_probs(path[:-1], request)[path[-1]] for path in paths]
+        np.testing.assert_allclose(np.asarray(grown.log_probs)[request], expected, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["ties", "bf16", "impossible", "nan", "above zero", "certain"])
 def test_the_kept_nodes_are_closed_under_ancestors(kind: str) -> None:
     """Equal scores, rounding, -inf, NaN and log-probabilities that rounding put above 0."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jaxspec.cli import main as cli
 from jaxspec.errors import DataError
 from jaxspec.evaluation.conformance import add_arguments, kinds, main
 from jaxspec.evaluation.conformance.cases import Check, find_cases, read_case
@@ -233,6 +235,19 @@ def test_names_come_from_the_folders_not_from_what_is_known(tmp_path, capsys):
     assert [line.split(":")[0] for line in run(capsys, tmp_path)[1][:-1]] == ["a/x", "b/x"]
     assert run(capsys, tmp_path, "--only", "b/*")[1][-1] == "1 passed, 0 failed"
     assert run(capsys, tmp_path, "--only", "/x")[1][-1] == "2 passed, 0 failed"
+
+
+def test_a_warning_stands_under_the_name_of_its_case(tmp_path, capsys, monkeypatch):
+    def warns(case):
+        logging.getLogger("jaxspec.drafters.block_config").warning("mask_token_id %d is also pad_token_id", 7)
+        return {"ids": IDS}
+
+    monkeypatch.setitem(kinds.KINDS, "0.warns", warns)
+    for name in ("a", "100%"):
+        make_case(tmp_path / name, {"ids": IDS}, {"ids": IDS}, kind="0.warns")
+    assert cli(["conformance", str(tmp_path)]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [f"{name}: mask_token_id 7 is also pad_token_id" for name in ("100%", "a")]
 
 
 def test_one_broken_case_leaves_the_others_alone(tmp_path, capsys, monkeypatch):

@@ -139,4 +139,12 @@ CONFORMANCE = [
         _RUNNER,
         "scaled is relative to the largest expected value",
     ),
+    Mutant(
+        "conformance-warning-without-a-name",
+        "jaxspec/evaluation/conformance/main.py",
+        'jax.default_matmul_precision("highest"), _warnings_of(name):',
+        'jax.default_matmul_precision("highest"):',
+        ("tests/evaluation/test_conformance.py",),
+        "a warning among sixty cases says which one it is of",
+    ),
 ]

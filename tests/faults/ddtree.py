@@ -31,9 +31,9 @@ DDTREE = [
     ),
     Mutant(
         "ddtree-num-proposals",
-        "jaxspec/decoding/runner.py",
-        '        if getattr(drafter, "tree_nodes", 0) and num_proposals is not None:',
-        "        if False:",
+        "jaxspec/decoding/fit.py",
+        "    if tree and num_proposals is not None:",
+        "    if False:",
         ("tests/drafters/test_ddtree.py",),
         "a tree has a node budget and no number of proposals",
     ),

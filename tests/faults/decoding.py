@@ -236,4 +236,28 @@ DECODING = [
         _SLOTS,
         "a masked score times a NaN value is NaN (B64)",
     ),
+    Mutant(
+        "runner-takes-any-drafter",
+        "jaxspec/decoding/fit.py",
+        "if found is not None and found != expected:",
+        "if False:",
+        ("tests/decoding/test_fit.py",),
+        "a drafter of another target accepts nothing, or fails inside a compiled step",
+    ),
+    Mutant(
+        "runner-takes-a-nan-threshold",
+        "jaxspec/decoding/fit.py",
+        "and 0 <= float(confidence_threshold) <= 1):",
+        "and not confidence_threshold < 0 and not confidence_threshold > 1):",
+        ("tests/decoding/test_fit.py",),
+        "NaN compares false with every confidence",
+    ),
+    Mutant(
+        "runner-takes-ids-behind-the-vocabulary",
+        "jaxspec/decoding/fit.py",
+        "if not (whole and 0 <= token < vocab_size):",
+        "if not (whole and 0 <= token <= vocab_size):",
+        ("tests/decoding/test_fit.py",),
+        "an end-of-sequence id that no row can draw",
+    ),
 ]

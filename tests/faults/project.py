@@ -139,4 +139,12 @@ CLI = [
         _CLI,
         "a real GPU is disabled",
     ),
+    Mutant(
+        "cli-no-nearest-name",
+        "jaxspec/cli.py",
+        'return f"; the nearest is {near[0]}" if near else ""',
+        'return ""',
+        ("tests/test_cli.py::test_usage_errors_are_one_line_with_the_nearest_name",),
+        "a misspelt option names the nearest one",
+    ),
 ]

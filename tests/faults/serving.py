@@ -20,7 +20,7 @@ SERVING = [
     Mutant(
         "serving-stop-text",
         "jaxspec/serving/service.py",
-        'item.tokens[:-1] if reason == "stop" else item.tokens',
+        "item.tokens[:-1] if item.by_id else item.tokens",
         "item.tokens",
         _SERVING_SERVER,
         "the text of the token that ended the answer leaks into it (B17, B19)",
@@ -28,8 +28,8 @@ SERVING = [
     Mutant(
         "serving-no-cancel-on-disconnect",
         "jaxspec/serving/service.py",
-        "            self._worker.cancel(ticket)",
-        "            pass",
+        "                self._worker.cancel(ticket)",
+        "                pass",
         _SERVING_SERVER,
         "a client that left or timed out keeps its slot (B33)",
     ),
@@ -44,7 +44,7 @@ SERVING = [
     Mutant(
         "serving-drain-keeps-waiting",
         "jaxspec/serving/worker.py",
-        "            refused, self._waiting = list(self._waiting), deque()\n",
+        "            refused, self._waiting = self._waiting, []\n",
         "            refused = []\n",
         _SERVING_WORKER,
         "requests that wait during a shutdown are never answered",
@@ -52,8 +52,8 @@ SERVING = [
     Mutant(
         "serving-cancel-ignores-queue",
         "jaxspec/serving/worker.py",
-        "                self._waiting.remove(ticket)",
-        "                pass",
+        "            if ticket in self._waiting:\n                self._waiting.remove(ticket)\n",
+        "            if ticket in self._waiting:\n                pass\n",
         _SERVING_WORKER,
         "a request cancelled while it waits still takes its place and a prefill (B33)",
     ),
@@ -76,7 +76,7 @@ SERVING = [
     Mutant(
         "serving-queue-bound",
         "jaxspec/serving/worker.py",
-        "            if held >= slots + self._max_queue:",
+        "            if held + len(tickets) > slots + self._max_queue:",
         "            if held > slots + self._max_queue:",
         _SERVING_WORKER,
         "the queue holds one more than max_queue",
@@ -98,13 +98,12 @@ SERVING = [
         "usage counts the prefill's token as a round, tau is understated (B38)",
     ),
     Mutant(
-        "serving-burst-stalls",
+        "serving-burst-trickles",
         "jaxspec/serving/worker.py",
-        "            if ticket is not None:\n                self._admit(runner, ticket)\n",
-        "            while ticket is not None:\n                self._admit(runner, ticket)\n"
-        "                ticket = self._next(runner)\n",
+        "            while (ticket := self._next(runner)) is not None:\n",
+        "            if (ticket := self._next(runner)) is not None:\n",
         _SERVING_WORKER,
-        "a burst of prompts is prefilled in one go while running answers wait",
+        "free slots stay empty while requests wait",
     ),
     Mutant(
         "serving-unsupported-ignored",
@@ -137,5 +136,29 @@ SERVING = [
         "            self._ids = []",
         _SERVING_TEXT,
         "each piece is decoded like the beginning of a text and loses its leading space",
+    ),
+    Mutant(
+        "serving-broken-bytes-unknown",
+        "jaxspec/serving/server.py",
+        "grpc.aio.server(interceptors=[RefuseBrokenBytes()], options=OPTIONS)",
+        "grpc.aio.server(options=OPTIONS)",
+        ("tests/serving/test_wire.py",),
+        "bytes that are no message come back as UNKNOWN, which a client may take for the server's fault",
+    ),
+    Mutant(
+        "serving-context-limit-not-said",
+        "jaxspec/serving/service.py",
+        'item.reason == "length" and short',
+        "False",
+        ("tests/serving/test_client.py",),
+        "an answer cut at the context limit looks like one of the length that was asked for",
+    ),
+    Mutant(
+        "client-truncates-float-ids",
+        "jaxspec/serving/client.py",
+        "pb.TokenIds(ids=list(prompt))",
+        "pb.TokenIds(ids=[int(token) for token in prompt])",
+        ("tests/serving/test_client.py",),
+        "1.5 is no token id",
     ),
 ]

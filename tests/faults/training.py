@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.helpers.mutation import Mutant
 
+_BROKEN_RUNS = "tests/training/test_broken_runs.py::"
 _TRAINING_STEP = "tests/training/test_step.py::"
 TRAINING = [
     Mutant(
@@ -149,5 +150,61 @@ TRAINING = [
         "if _step_of(line) < math.inf",
         ("tests/training/test_metrics.py",),
         "log keeps the lines of a dead process",
+    ),
+    Mutant(
+        "checkpoint-damage-not-looked-for",
+        "jaxspec/training/checkpoint.py",
+        "        if not damaged:\n",
+        "        if True:\n",
+        (_BROKEN_RUNS + "test_the_intact_checkpoint_is_looked_for_behind_every_damaged_one",),
+        "a truncated checkpoint ends a resume in a traceback",
+    ),
+    Mutant(
+        "checkpoint-arrays-not-read",
+        "jaxspec/training/checkpoint.py",
+        ".result().read().result()\n",
+        ".result()\n",
+        (_BROKEN_RUNS + "test_a_truncated_array_is_found",),
+        "an array that was cut short is found by reading it",
+    ),
+    Mutant(
+        "run-lock-beside-the-link",
+        "jaxspec/training/directory.py",
+        "    whole = resolved(directory)\n    try:\n",
+        "    whole = directory.absolute()\n    try:\n",
+        (_BROKEN_RUNS + "test_a_link_to_a_run_directory_takes_the_same_lock",),
+        "a link to a run directory is the same run",
+    ),
+    Mutant(
+        "run-directory-made-anew",
+        "jaxspec/training/checkpoint.py",
+        "if not self.directory.is_dir():  # orbax",
+        "if False:  # orbax",
+        (_BROKEN_RUNS + "test_a_run_directory_that_is_deleted_under_a_run_is_one_error",),
+        "a run whose directory was deleted must not go on as if nothing had happened",
+    ),
+    Mutant(
+        "legacy-anchor-of-one-candidate",
+        "jaxspec/training/anchors.py",
+        'least = 2 if rule == "legacy" else 1',
+        "least = 1",
+        (_BROKEN_RUNS + "test_the_legacy_rule_needs_two_candidates",),
+        "trap 21: the legacy width is one less than the candidates, so one candidate gives none",
+    ),
+    Mutant(
+        "untrained-drafter-exported",
+        "jaxspec/training/loop.py",
+        "if step and skipped == step and (final or step >= _HOPELESS):",
+        "if False:",
+        (_BROKEN_RUNS + "test_a_run_in_which_no_step_learned_anything_exports_nothing",),
+        "a run without one supervised anchor must not end as if it had trained",
+    ),
+    Mutant(
+        "unsupervised-anchors-counted",
+        "jaxspec/training/anchors.py",
+        "return keep & (ahead > 0)",
+        "return keep",
+        (_BROKEN_RUNS + "test_an_anchor_with_nothing_supervised_behind_it_is_not_counted",),
+        "an anchor with nothing supervised behind it teaches nothing",
     ),
 ]

@@ -1,4 +1,4 @@
-"""A SlotRunner whose tokens are known by hand: the table target and the scripted drafter of the serving tests.
+"""An engine whose tokens are known by hand: the table target and the scripted drafter of the serving tests.
 
 Token i of the answer to a prompt is `answer_token(prompt, i)` unless `answers` scripts it. A round commits `widths`
 tokens in turn (accepted = width - 1 of `num_proposals`). Stop rules are the real ones: the first end-of-sequence or
@@ -16,29 +16,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jaxspec.decoding.request import validate_prompt
+from jaxspec.decoding.runner import Event
+from jaxspec.serving.engine import Metrics
 
 VOCAB = 512
 EOS = 256
 PATIENCE = 20.0  # seconds; a test that waits longer has hung
 
 
-@dataclass(frozen=True)
-class Event:
-    handle: int
-    tokens: tuple[int, ...]
-    finish_reason: str | None = None
-    from_round: bool = True
-    accepted: int = 0
-    proposed: int = 0
+def answer_token(prompt: Sequence[int], index: int, sample: int = 0) -> int:
+    """A printable byte that depends on the whole prompt, the position and the sample; never an end-of-sequence id."""
+    text = sum((i + 1) * token for i, token in enumerate(prompt)) * 7 + len(prompt)
+    return 32 + (text + index * 13 + sample * 29) % 95
 
 
-def answer_token(prompt: Sequence[int], index: int) -> int:
-    """A printable byte that depends on the whole prompt and on the position; never an end-of-sequence id."""
-    return 32 + (sum((i + 1) * token for i, token in enumerate(prompt)) * 7 + index * 13 + len(prompt)) % 95
-
-
-def expected_answer(prompt: Sequence[int], length: int) -> list[int]:
-    return [answer_token(prompt, index) for index in range(length)]
+def expected_answer(prompt: Sequence[int], length: int, sample: int = 0) -> list[int]:
+    return [answer_token(prompt, index, sample) for index in range(length)]
 
 
 class Gate:
@@ -72,6 +65,7 @@ class Gate:
 class _Row:
     prompt: tuple[int, ...]
     params: object
+    sample: int = 0
     first: bool = True
     sent: int = 0
 
@@ -103,7 +97,7 @@ class ScriptedRunner:
         self._widths = itertools.cycle(self.widths)
         self._thread: int | None = None
 
-    # -- the SlotRunner interface --
+    # -- the engine's interface --
 
     def warm_up(self, progress=None) -> list[tuple[str, float]]:
         self._on_one_thread()
@@ -118,7 +112,10 @@ class ScriptedRunner:
     def free_slots(self) -> int:
         return self.num_slots - len(self._rows)
 
-    def admit(self, prompt_ids: Sequence[int], params) -> int:
+    def metrics(self) -> Metrics:
+        return Metrics(2, 0, 100, len(self._rows), 0, 0, 0, self.steps, self.steps, 5 * self.steps)
+
+    def admit(self, prompt_ids: Sequence[int], params, sample: int = 0, grammar=None) -> int:
         self._on_one_thread()
         self.prefills.enter()
         if self.fail_admit is not None:
@@ -129,7 +126,7 @@ class ScriptedRunner:
             self.violations.append("admit without a free slot")
         handle = next(self._handles)
         with self.changed:
-            self._rows[handle] = _Row(tuple(prompt_ids), params)
+            self._rows[handle] = _Row(tuple(prompt_ids), params, sample)
             self.admitted.append(tuple(prompt_ids))
             self.changed.notify_all()
         return handle
@@ -186,7 +183,7 @@ class ScriptedRunner:
         tokens, reason = [], None if limit else "length"
         for _ in range(width if limit else 0):
             scripted = script is not None and row.sent < len(script)
-            token = script[row.sent] if scripted else answer_token(row.prompt, row.sent)
+            token = script[row.sent] if scripted else answer_token(row.prompt, row.sent, row.sample)
             tokens.append(token)
             row.sent += 1
             reason = "stop" if token in stops else "length" if row.sent == limit else None
@@ -197,7 +194,7 @@ class ScriptedRunner:
                 del self._rows[handle]
                 self.changed.notify_all()
         accepted, proposed = (width - 1, self.num_proposals) if from_round else (0, 0)
-        return Event(handle, tuple(tokens), reason, from_round, accepted, proposed)
+        return Event(handle, tuple(tokens), reason, from_round, accepted, proposed, by_id=reason == "stop")
 
     def _on_one_thread(self) -> None:
         me = threading.get_ident()

@@ -10,9 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.decoding.generate import count, generate
-from jaxspec.decoding.request import SamplingParams
-from jaxspec.decoding.runner import SlotRunner
+from jaxspec.drafters.ddtree import DDTree
 from jaxspec.drafters.dflash import DFlash
 from jaxspec.drafters.dspark import DSpark, DSparkObjective
 from jaxspec.drafters.markov import MarkovConfig
@@ -25,32 +23,6 @@ METHODS = ("dflash", "dspark")
 LAG = world.PROPOSALS + 1  # the last proposal needs the feature right before the anchor, and no later one
 
 
-def serve(drafter, params, lag, prompts=(6, 9, 13), new_tokens=24):
-    """Completions and tau of the weights on a world that training never saw."""
-    target = world.target(lag)
-    runner = SlotRunner(
-        target,
-        world.Drafted(drafter, params),
-        num_slots=2,
-        max_context=48,
-        prefill_chunk=4,
-        page_size=4,
-        cache_fill=float("nan"),
-    )
-    table = np.asarray(target.params["table"]).tolist()
-    answers = generate(
-        runner, [table[:length] for length in prompts], SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
-    )
-    for answer in answers:  # whatever the drafter says, the text is the target's
-        start = len(answer.prompt_ids)
-        assert list(answer.tokens) == table[start : start + new_tokens]
-    return answers, count(answers, drafter.num_proposals), table
-
-
-def acceptance(counter):
-    return sum(counter.accepted_at) / sum(counter.offered_at)
-
-
 @pytest.fixture(scope="module")
 def trained():
     return {method: world.train(world.make(method), LAG) for method in METHODS}
@@ -61,9 +33,16 @@ def test_B51_training_reaches_100_percent_and_serving_accepts_100_percent(traine
     params, trained_accuracy = trained[method]
     assert trained_accuracy == 1.0
     drafter = world.make(method)
-    _, counter, _ = serve(drafter, params, LAG)
+    _, counter, _ = world.serve(drafter, params, LAG)
     assert counter.tau == drafter.num_proposals + 1 == world.PROPOSALS + 1
-    assert acceptance(counter) == 1.0
+    assert world.acceptance(counter) == 1.0
+
+
+def test_B51_the_same_weights_propose_the_answer_as_a_tree(trained):
+    """DDTree over a trained DFlash: the best path of its marginals is the answer."""
+    tree = DDTree(world.make("dflash"), 9)
+    _, counter, _ = world.serve(tree, trained["dflash"][0], LAG)
+    assert counter.tau == world.PROPOSALS + 1
 
 
 def batch_of(answers, table, drafter, lag):
@@ -89,7 +68,7 @@ def test_B38_accuracy_of_training_equals_acceptance_of_serving_on_the_same_token
     drafter = world.make(method)
     params, trained_accuracy = world.train(drafter, LAG, steps=40)
     assert 0.2 < trained_accuracy < 0.98
-    answers, counter, table = serve(drafter, params, LAG)
+    answers, counter, table = world.serve(drafter, params, LAG)
     data, accepted = batch_of(answers, table, drafter, LAG)
     assert all(n == drafter.num_proposals for answer in answers for n in answer.proposed)
     assert 0 < accepted.sum() < drafter.num_proposals * len(accepted)
@@ -108,8 +87,8 @@ def test_B51_control_features_shifted_by_one_in_training_are_useless_when_served
     drafter = world.make(method)
     params, trained_accuracy = world.train(drafter, LAG, shift=shift, steps=150)
     assert trained_accuracy > 0.95 if shift < 0 else trained_accuracy > 0.5
-    _, counter, _ = serve(drafter, params, LAG)
-    assert acceptance(counter) < 0.5
+    _, counter, _ = world.serve(drafter, params, LAG)
+    assert world.acceptance(counter) < 0.5
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -126,8 +105,8 @@ def test_B50_control_context_with_the_anchors_own_feature_trains_and_fails_when_
         patched.setattr(reference, "context_mask", leaking)
         params, trained_accuracy = world.train(drafter, 1, leak=True)
     assert trained_accuracy > 0.95
-    _, counter, _ = serve(drafter, params, 1)
-    assert acceptance(counter) < 0.5
+    _, counter, _ = world.serve(drafter, params, 1)
+    assert world.acceptance(counter) < 0.5
 
 
 def test_B45_control_dflash_weights_served_with_dsparks_rows(trained):
@@ -135,11 +114,11 @@ def test_B45_control_dflash_weights_served_with_dsparks_rows(trained):
     rows = DSpark(
         config, MarkovConfig(0, confidence=False, confidence_with_markov=False), objective_config=DSparkObjective()
     )
-    _, counter, _ = serve(rows, trained["dflash"][0], LAG)
-    assert acceptance(counter) < 0.5
+    _, counter, _ = world.serve(rows, trained["dflash"][0], LAG)
+    assert world.acceptance(counter) < 0.5
 
 
 def test_B45_control_dspark_weights_served_with_dflashs_rows(trained):
     weights = {name: value for name, value in trained["dspark"][0].items() if "head" not in name}
-    _, counter, _ = serve(DFlash(world.make("dspark").config), weights, LAG)
-    assert acceptance(counter) < 0.5
+    _, counter, _ = world.serve(DFlash(world.make("dspark").config), weights, LAG)
+    assert world.acceptance(counter) < 0.5

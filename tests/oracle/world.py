@@ -15,6 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxspec.decoding.counters import TauCounter
+from jaxspec.decoding.generate import Completion, count, generate
+from jaxspec.decoding.request import SamplingParams
+from jaxspec.decoding.runner import SlotRunner
 from jaxspec.drafters.base import Batch, Shared
 from jaxspec.drafters.block_config import fresh_config
 from jaxspec.drafters.dflash import DFlash, DFlashObjective
@@ -136,6 +140,30 @@ def of_tokens(tokens: Any, length: int, features: Any, anchors: Any) -> Batch:
         keep=jnp.ones(np.shape(anchors), bool),
         teacher_hidden=20.0 * TABLES["head"][tokens[:, 1 : length + 1]],
     )
+
+
+def serve(
+    drafter: Any, params: Any, lag: int, prompts: Any = (6, 9, 13), new_tokens: int = 24, loaded: Loaded | None = None
+) -> tuple[list[Completion], TauCounter, list[int]]:
+    """Completions, tau and the table of a world that training never saw; the text is the target's, whatever the drafter
+    says."""
+    loaded = target(lag) if loaded is None else loaded
+    runner = SlotRunner(
+        loaded, Drafted(drafter, params), num_slots=2, max_context=48, prefill_chunk=4, page_size=4,
+        cache_fill=float("nan"),
+    )  # fmt: skip
+    table = np.asarray(loaded.params["table"]).tolist()
+    lasting = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+    answers = generate(runner, [table[:length] for length in prompts], lasting)
+    for answer in answers:
+        start = len(answer.prompt_ids)
+        assert list(answer.tokens) == table[start : start + new_tokens]
+    return answers, count(answers, drafter.num_proposals), table
+
+
+def acceptance(counter: TauCounter) -> float:
+    """Share of the proposals that were accepted."""
+    return sum(counter.accepted_at) / sum(counter.offered_at)
 
 
 @functools.cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from jaxspec.decoding.processors import LogitRules
 from jaxspec.serving import admission
 from jaxspec.serving.facts import Facts
 from jaxspec.serving.failure import Failure, Status
@@ -73,19 +74,7 @@ def test_bad_sampling_names_the_field(sampling, field):
     assert f"sampling.{field}" in refused(request(**sampling))
 
 
-UNSUPPORTED = {
-    "stop": ["END"],
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.5,
-    "logit_bias": {3: 1.0},
-    "n": 1,
-    "logprobs": 0,
-    "prompt_logprobs": 1,
-    "min_new_tokens": 0,
-    "allowed_token_ids": [1],
-    "grammar": pb.Grammar(regex="a+"),
-}
+UNSUPPORTED = {"allowed_token_ids": [1]}
 
 
 def test_B08_every_unsupported_parameter_is_refused_by_name():
@@ -94,7 +83,41 @@ def test_B08_every_unsupported_parameter_is_refused_by_name():
     for name, value in UNSUPPORTED.items():
         message = refused(request(**{name: value}))
         assert f"sampling.{name}" in message and "not support" in message
-    assert "priority" in refused(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1]), priority=0))
+
+
+def test_rules_stops_and_log_probabilities_arrive():
+    given = {"repetition_penalty": 1.5, "presence_penalty": -0.5, "frequency_penalty": 0.25, "logit_bias": {3: -1.0}}
+    asked = request(**given, min_new_tokens=2, stop=["END", "x"], logprobs=2, prompt_logprobs=5, n=3)
+    asked.priority = -4
+    admitted = admission.admit(asked, FACTS, BYTES)
+    assert admitted.params.rules == LogitRules(**given, min_tokens=2)
+    assert admitted.params.stop == ("END", "x")
+    assert (admitted.logprobs, admitted.prompt_logprobs, admitted.n, admitted.priority) == (2, 5, 3, -4)
+    assert [(one.logprobs, one.prompt_logprobs) for one in admitted.samples()] == [(5, True), (5, False), (5, False)]
+    plain = admission.admit(request(), FACTS, BYTES)
+    assert (plain.logprobs, plain.prompt_logprobs, plain.n, plain.priority, plain.grammar) == (None, None, 1, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "field"),
+    [
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"presence_penalty": 3.0}, "presence_penalty"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty"),
+        ({"logit_bias": {VOCAB: 1.0}}, "logit_bias"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias"),
+        ({"min_new_tokens": 200}, "min_new_tokens"),
+        ({"stop": ["ok", ""]}, "stop"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"prompt_logprobs": -1, "logprobs": 3}, "prompt_logprobs"),
+        ({"n": 0}, "n: "),
+        ({"n": 5}, "n: "),
+        ({"grammar": pb.Grammar(marker="x")}, "grammar"),
+        ({"grammar": pb.Grammar(regex="a+")}, "grammar"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(sampling, field):
+    assert "sampling." in (message := refused(request(**sampling))) and field in message
 
 
 def test_fields_of_a_newer_client_are_refused():

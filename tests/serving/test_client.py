@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import sys
 
 import pytest
 
@@ -45,6 +47,14 @@ def test_errors_are_typed_and_readable(client):
         client.complete("hi", temprature=1.0)
     with pytest.raises(RequestError, match="wire format"):
         client.complete([1, 2**40])
+    for prompt in ([1.5, 2], [1.0], [True], ["1"], 5):
+        with pytest.raises(RequestError, match="wire format"):
+            client.complete(prompt)
+    for wrong in ({"request_id": "\ud800"}, {"request_id": 3}):
+        with pytest.raises(RequestError, match="wire format"):
+            client.complete("hi", **wrong)
+    with pytest.raises(RequestError, match="wire format"):
+        client.complete("\ud800")
     with pytest.raises(ServerError, match="DEADLINE_EXCEEDED"):
         client.complete("hi", timeout=1e-9)
 
@@ -91,10 +101,62 @@ def test_command_takes_chat_ids_and_sampling(command):
     assert json.loads(out)["finish_reason"] == "stop" and len(json.loads(out)["token_ids"]) == 3
 
 
+def test_a_full_context_is_said(command, client):
+    """128 tokens of context, 5 of them the prompt's."""
+    assert not client.complete("hello", max_new_tokens=123).context_limit
+    answer = client.complete("hello", max_new_tokens=124)
+    assert answer.context_limit and answer.finish_reason == "length" and len(answer.token_ids) == 123
+    code, out, err = command("hello", "--max-new-tokens", "500")
+    assert code == 0 and out == answer.text + "\n"
+    assert "context was full after 123 new tokens" in err and err.count("\n") == 1
+    assert command("hello", "--max-new-tokens", "9")[2] == ""
+    assert json.loads(command("hello", "--max-new-tokens", "500", "--json")[1])["context_limit"] is True
+
+
+def test_command_reads_the_prompt_from_standard_input(command, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    assert command("-", "--max-new-tokens", "9")[1] == bytes(expected_answer(b"hello", 9)).decode() + "\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    code, _, err = command("-")
+    assert code == 2 and "standard input: nothing" in err
+
+
 def test_command_info(command):
     code, out, _ = command("--info")
     assert code == 0 and "target: table" in out and "drafter: scripted" in out
     assert json.loads(command("--info", "--json")[1])["max_context"] == 128
+
+
+def test_command_status(command):
+    assert "state: serving" in command("--status")[1]
+    assert json.loads(command("--status", "--json")[1])["compilations"] == 0
+
+
+def test_command_gives_n_answers(command):
+    code, out, _ = command("--ids", "1,2", "--n", "2", "--max-new-tokens", "4", "--json", "--priority", "3")
+    answers = json.loads(out)["answers"]
+    assert code == 0 and [one["token_ids"] for one in answers] == [expected_answer([1, 2], 4, i) for i in (0, 1)]
+    _, out, _ = command("--ids", "1,2", "--n", "2", "--max-new-tokens", "4")
+    assert out.splitlines() == [f"[{i}] {bytes(expected_answer([1, 2], 4, i)).decode()}" for i in (0, 1)]
+
+
+def test_command_sends_rules_and_refuses_what_is_no_rule(command, tmp_path):
+    rules = ["--repetition-penalty", "1.5", "--presence-penalty", "0.5", "--frequency-penalty", "0.5"]
+    more = ["--logit-bias", "3:1.5,4:-2", "--min-new-tokens", "2", "--logprobs", "1", "--prompt-logprobs", "1"]
+    code, out, _ = command(
+        "--ids", "1,2", *rules, *more, "--stop", "zz", "--stop", "yy", "--max-new-tokens", "4", "--json"
+    )
+    assert code == 0 and json.loads(out)["token_ids"] == expected_answer([1, 2], 4)
+    for arguments, word in [
+        (["--logit-bias", "3"], "--logit-bias"),
+        (["--marker", "x"], "--grammar"),
+        (["--grammar", "abnf", "x"], "--grammar"),
+        (["--grammar", "regex", f"@{tmp_path / 'absent'}"], "absent"),
+        (["--grammar", "regex", "a+"], "sampling.grammar"),
+        (["--repetition-penalty", "0"], "sampling.repetition_penalty"),
+    ]:
+        code, _, err = command("hello", *arguments)
+        assert code == 2 and word in err and err.count("\n") == 1
 
 
 def test_command_errors_are_one_line_and_exit_2(command, tmp_path):
@@ -141,6 +203,8 @@ def test_file_of_prompts_keeps_the_order(command, tmp_path):
         ('{"id": 1}', "one of"),
         ('{"prompt": "a", "token_ids": [1]}', "one of"),
         ('{"prompt": "a", "sampling": {"max_tokens": 3}}', "max_new_tokens"),
+        ('{"token_ids": "12"}', "token_ids: 12, expected a list"),
+        ('{"prompt": [1, 2]}', "expected text"),
     ],
 )
 def test_bad_lines_stop_before_anything_is_sent(command, served, tmp_path, line, word):

@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from jaxspec.config import ServeConfig, load_config
-from jaxspec.errors import CheckpointError
+from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.serving import main
 from jaxspec.serving.client import Client
 from jaxspec.serving.progress import Stages
@@ -137,12 +137,41 @@ def test_served_tokens_with_and_without_a_drafter_are_the_same(tmp_path):
             assert running.wait() == 0, running.errors
             assert running.lines[0] == "version: 1" and any("compilation_cache:" in line for line in running.lines)
             assert any("train.py" in line for line in running.lines) == (drafter == main.QUICKSTART_DRAFTER)
-            assert "compiling round" in running.errors
+            assert "compiling R=2" in running.errors
             assert info.drafter == ("none" if drafter == main.QUICKSTART_DRAFTER else drafter)
     plain, drafted = answers.values()
     assert plain.token_ids == drafted.token_ids and len(plain.token_ids) == 24
     assert plain.usage["proposed"] == 0 and drafted.usage["proposed"] > 0
     assert any((tmp_path / "xla").iterdir()), "the compilation cache holds nothing"
+
+
+@pytest.mark.ci
+def test_a_second_start_compiles_nothing(tmp_path, capsys):
+    """Every executable comes out of the cache: ahead-of-time compilation has the same keys in another process."""
+    config(tmp_path)
+    common = [f"target.source={GOLDEN / 'targets' / 'q3a'}", "server.port=0", f"compilation_cache={tmp_path / 'xla'}"]
+    common += ["engine.num_slots=1", "engine.max_context=32", "engine.prefill_chunk=8", "drafter=none"]
+    said = []
+    for _ in range(2):
+        with process(tmp_path, *common) as running:
+            running.ready()
+            said += [line for line in running.lines if "compilation cache" in line]
+            running.process.send_signal(signal.SIGTERM)
+            assert running.wait() == 0, running.errors
+    assert said[0] == "2 executables are ready, 0 of them from the compilation cache"
+    assert said[1] == "2 executables are ready, 2 of them from the compilation cache"
+
+
+@pytest.mark.ci
+def test_keys_that_need_files_and_heads_are_refused_by_name(tmp_path):
+    drafter = str(GOLDEN / "03_dflash_gen_q3a" / "draft")
+    for changes, message in (
+        ({"engine.cost_table": str(tmp_path / "absent.json")}, "cost table"),
+        ({"engine.sts_temperatures": str(tmp_path / "absent.json")}, "engine.sts_temperatures"),
+        ({"engine.grammar": "true"}, "engine.grammar"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            main.load(config(tmp_path, drafter=drafter, **changes), lambda: None)
 
 
 @pytest.mark.ci

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
+from jaxspec.decoding.processors import LogitRules
 from jaxspec.decoding.request import SamplingParams
 from jaxspec.serving.admission import SUPPORTED
 from jaxspec.serving.protos import build
@@ -31,6 +32,7 @@ def test_published_names():
     assert [(method.name, method.server_streaming) for method in service.methods] == [
         ("Generate", True),
         ("GetModelInfo", False),
+        ("GetStatus", False),
     ]
 
 
@@ -41,4 +43,6 @@ def test_every_supported_name_is_a_field():
 
 
 def test_every_sampling_parameter_is_on_the_wire():
-    assert {field.name for field in dataclasses.fields(SamplingParams)} == SUPPORTED["SamplingParameters"]
+    served = {field.name for field in dataclasses.fields(SamplingParams)} - {"rules"}
+    rules = {field.name for field in dataclasses.fields(LogitRules)} - {"min_tokens"}
+    assert served | rules | {"min_new_tokens", "n", "grammar"} == SUPPORTED["SamplingParameters"]

@@ -166,6 +166,31 @@ def test_without_a_tokenizer_ids_are_served_and_text_is_refused():
             client.complete("hello")
 
 
+def test_n_answers_are_told_apart(client):
+    answers = client.complete_all([1, 2, 3], n=3, max_new_tokens=9)
+    for index, answer in enumerate(answers):
+        assert answer.index == index and answer.token_ids == expected_answer([1, 2, 3], 9, index)
+        assert answer.text == bytes(answer.token_ids).decode()
+        assert answer.usage["completion_tokens"] == 9 and answer.usage["prompt_tokens"] == 3
+    with pytest.raises(RequestError, match="complete_all"):
+        client.complete([1, 2, 3], n=3)
+
+
+def test_status_in_every_state(served, client):
+    status = client.status()
+    assert (status.state, status.waiting, status.running, status.executables) == ("serving", 0, 0, 2)
+    entered, leave = threading.Event(), threading.Event()
+
+    def start(_):
+        entered.set()
+        assert leave.wait(PATIENCE)
+
+    with serving(start=start, ready=False) as starting, Client(starting.address) as early:
+        assert entered.wait(PATIENCE)
+        assert early.status().state == "warming up"
+        leave.set()
+
+
 # -- the end of an answer --
 
 
@@ -224,7 +249,7 @@ def test_bad_input_is_invalid_argument_and_the_server_goes_on(served, client):
             (request([1], temperature=-1.0), "temperature"),
             (request([1, -1]), "token_ids[1]"),
             (request([1] * 500), "500 tokens"),
-            (request([1], stop=["x"]), "sampling.stop"),
+            (request([1], allowed_token_ids=[1]), "sampling.allowed_token_ids"),
             (pb.GenerateRequest(), "prompt"),
         ]:
             code, details = status_of(generation.Generate(bad, timeout=PATIENCE))

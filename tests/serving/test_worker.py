@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -13,7 +14,7 @@ from jaxspec.decoding.request import SamplingParams
 from jaxspec.errors import ServerError
 from jaxspec.serving.facts import Loaded
 from jaxspec.serving.failure import Failure, Status
-from jaxspec.serving.worker import State, Stopped, Worker
+from jaxspec.serving.worker import AGING_SECONDS, State, Stopped, Ticket, Worker
 from tests.helpers.scripted_runner import PATIENCE, ScriptedRunner, expected_answer
 from tests.serving.harness import facts_of, settle
 
@@ -100,19 +101,68 @@ def test_more_requests_than_slots_each_get_their_own_tokens():
         assert runner.admitted == prompts, "first come, first served"
 
 
-def test_one_prefill_between_two_rounds():
+def test_a_burst_fills_the_free_slots_before_the_next_round():
     runner = ScriptedRunner(widths=(1,))
     with working(runner) as worker:
         runner.rounds.hold()
         _, first = ask(worker, max_new_tokens=50)
         runner.wait(lambda: runner.rounds.waiting)
         others = [ask(worker, (9, n), max_new_tokens=3)[1] for n in range(3)]
-        for taken in (1, 2, 3):
-            runner.rounds.allow(1)
-            runner.wait(lambda taken=taken: runner.steps == taken and runner.rounds.waiting)
-            assert len(runner.admitted) == 1 + taken
+        runner.rounds.allow(1)
+        runner.wait(lambda: runner.steps == 1 and runner.rounds.waiting)
+        assert len(runner.admitted) == 4
         runner.rounds.allow()
         assert all(inbox.wait().reason == "length" for inbox in [first, *others])
+
+
+def test_priority_then_deadline_then_arrival():
+    runner = ScriptedRunner(num_slots=1, widths=(1,))
+    with working(runner) as worker:
+        runner.rounds.hold()
+        holder = ask(worker, (1,), max_new_tokens=3)[1]
+        runner.wait(lambda: runner.rounds.waiting)
+        soon, late = time.monotonic() + 50, time.monotonic() + 90
+        about = {2: {}, 3: {"deadline": late}, 4: {"deadline": soon}, 5: {"priority": 1}, 6: {"priority": -1}}
+        inboxes = [holder]
+        for prompt, more in about.items():
+            inboxes.append(Inbox())
+            worker.submit((prompt,), SamplingParams(max_new_tokens=2), inboxes[-1], **more)
+        runner.rounds.allow()
+        for inbox in inboxes:
+            inbox.wait()
+        assert runner.admitted == [(1,), (5,), (4,), (3,), (2,), (6,)]
+
+
+def test_waiting_is_worth_priority():
+    runner = ScriptedRunner(num_slots=1, widths=(1,))
+    with working(runner) as worker:
+        runner.rounds.hold()
+        inboxes = [ask(worker, (1,), max_new_tokens=3)[1], Inbox(), Inbox()]
+        runner.wait(lambda: runner.rounds.waiting)
+        params, now = SamplingParams(max_new_tokens=2), time.monotonic()
+        worker.submit((2,), params, inboxes[1], priority=1)
+        worker.submit((3,), params, inboxes[2], arrived=now - 2.5 * AGING_SECONDS)
+        runner.rounds.allow()
+        for inbox in inboxes:
+            inbox.wait()
+        assert runner.admitted == [(1,), (3,), (2,)]
+
+
+def test_answers_to_one_request_are_queued_together_or_not_at_all():
+    runner = ScriptedRunner(num_slots=2)
+    with working(runner, max_queue=1) as worker:
+        runner.rounds.hold()
+        inboxes = [Inbox() for _ in range(4)]
+        params = SamplingParams(max_new_tokens=4)
+        tickets = [Ticket((1, 2), params, inbox, sample=index) for index, inbox in enumerate(inboxes)]
+        with pytest.raises(Failure) as full:
+            worker.submit_all(tickets)
+        assert full.value.status is Status.RESOURCE_EXHAUSTED and worker.load() == (0, 0, 0)
+        worker.submit_all(tickets[:3])
+        runner.rounds.allow()
+        for index, inbox in enumerate(inboxes[:3]):
+            inbox.wait()
+            assert inbox.tokens == expected_answer((1, 2), 4, index)
 
 
 # -- cancelling --

@@ -18,6 +18,7 @@ def step(total, weight, **changes):
         "grad_norm": 1.0,
         "learning_rate": 0.1,
         "anchors": 3,
+        "supervised_anchors": 2,
         "supervised_tokens": 5,
         "skipped": 0,
         "nonfinite": 0,
@@ -37,7 +38,12 @@ def test_B38_ratios_are_pooled_and_positions_named():
     assert numbers["loss/ce"] == 0.01  # a mean of ratios would be 0.5
     assert numbers["accuracy_position/1"] == 0.01 and numbers["accuracy_position/2"] == 0.25
     assert "accuracy_position/3" not in numbers  # nothing was supervised there
-    assert numbers["loss"] == 2.0 and numbers["anchors"] == 6 and abs(numbers["data_wait_seconds"] - 0.3) < 1e-9
+    assert (
+        numbers["loss"] == 2.0
+        and numbers["anchors"] == 6
+        and numbers["supervised_anchors"] == 4
+        and abs(numbers["data_wait_seconds"] - 0.3) < 1e-9
+    )
     assert numbers["tokens_per_second"] > 0 and len(window) == 0
 
 

@@ -132,7 +132,8 @@ def test_finished_run_says_so_and_fresh_starts_anew(tmp_path, data):
     config = world.config(tmp_path / "run", data, run__steps=4)
     train(config)
     report, reporter = train(config)
-    assert report["status"] == "already finished" and report["step"] == 4 and "this run is finished" in reporter.text
+    assert report["status"] == "already finished" and report["step"] == 4
+    assert "this run is finished" in reporter.text and "or raise run.steps" in reporter.text
     assert Path(report["export"]).is_dir()
     report, reporter = train(world.config(tmp_path / "run", data, run__steps=4, run__fresh=True))
     assert report["status"] == "finished" and report["resumed_from"] is None
@@ -193,8 +194,8 @@ def test_resume_with_other_data_is_refused_and_free_keys_may_change(tmp_path, da
 def test_seconds_end_a_run_early_and_count_across_processes(tmp_path, data):
     report, _ = train(world.config(tmp_path / "run", data, run__steps=100000, run__seconds=0.3))
     assert report["reason"] == "seconds" and 0 < report["step"] < 100000 and report["status"] == "finished"
-    report, _ = train(world.config(tmp_path / "run", data, run__steps=100000, run__seconds=0.3))
-    assert report["status"] == "already finished"
+    report, reporter = train(world.config(tmp_path / "run", data, run__steps=100000, run__seconds=0.3))
+    assert report["status"] == "already finished" and "or raise run.seconds" in reporter.text
 
 
 def test_a_schedule_needs_a_number_of_steps(tmp_path, data):

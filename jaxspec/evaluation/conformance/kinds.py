@@ -18,6 +18,7 @@ from jaxspec.evaluation.conformance import (
     eagle_training,
     eagle_trees,
     generation,
+    planner,
     target,
 )
 from jaxspec.evaluation.conformance.cases import Case, Tensors
@@ -35,6 +36,7 @@ KINDS: dict[str, Runner] = {
     **dspark_sampling.KINDS,
     **generation.KINDS,
     **acceptance.KINDS,
+    **planner.KINDS,
     **eagle_training.KINDS,
     **eagle_inference.KINDS,
     **eagle_trees.KINDS,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import fnmatch
 import json
+import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +117,7 @@ def run_case(folder: Path, root: Path, dump: Path | None) -> Outcome:
     if case.kind not in KINDS:
         return Outcome(name, case.kind, FAILED, reasons=(f"kind {case.kind!r} is not known to this version",))
     try:
-        with jax.default_matmul_precision("highest"):
+        with jax.default_matmul_precision("highest"), _warnings_of(name):
             actual = {key: np.asarray(value) for key, value in run_kind(case).items()}
         if dump is not None:
             write_actual(case, actual, dump)
@@ -123,6 +126,21 @@ def run_case(folder: Path, root: Path, dump: Path | None) -> Outcome:
         return Outcome(name, case.kind, FAILED, reasons=(str(error),))
     except Exception as error:  # a defect of the code under test is this case's failure, reported with its type
         return Outcome(name, case.kind, FAILED, reasons=(f"{type(error).__name__}: {error}",))
+
+
+@contextlib.contextmanager
+def _warnings_of(name: str) -> Iterator[None]:
+    """What jaxspec warns of while a case runs goes to the standard error under the case's name."""
+    logger, handler = logging.getLogger("jaxspec"), logging.StreamHandler(sys.stderr)
+    handler.setLevel(logging.WARNING)
+    handler.setFormatter(logging.Formatter(f"{name.replace('%', '%%')}: %(message)s"))
+    before, logger.propagate = logger.propagate, False
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = before
 
 
 def judge(case: Case, actual: Tensors, dumping: bool) -> Outcome:

@@ -45,6 +45,11 @@ class GenerationStub:
                 request_serializer=jaxspec_dot_v1_dot_jaxspec__pb2.GetModelInfoRequest.SerializeToString,
                 response_deserializer=jaxspec_dot_v1_dot_jaxspec__pb2.ModelInfo.FromString,
                 _registered_method=True)
+        self.GetStatus = channel.unary_unary(
+                '/jaxspec.v1.Generation/GetStatus',
+                request_serializer=jaxspec_dot_v1_dot_jaxspec__pb2.GetStatusRequest.SerializeToString,
+                response_deserializer=jaxspec_dot_v1_dot_jaxspec__pb2.ServerStatus.FromString,
+                _registered_method=True)
 
 
 class GenerationServicer:
@@ -65,6 +70,13 @@ class GenerationServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetStatus(self, request, context):
+        """Load and counters, for operators. Answers in every state of the server.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -77,6 +89,11 @@ def add_GenerationServicer_to_server(servicer, server):
                     servicer.GetModelInfo,
                     request_deserializer=jaxspec_dot_v1_dot_jaxspec__pb2.GetModelInfoRequest.FromString,
                     response_serializer=jaxspec_dot_v1_dot_jaxspec__pb2.ModelInfo.SerializeToString,
+            ),
+            'GetStatus': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStatus,
+                    request_deserializer=jaxspec_dot_v1_dot_jaxspec__pb2.GetStatusRequest.FromString,
+                    response_serializer=jaxspec_dot_v1_dot_jaxspec__pb2.ServerStatus.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -134,6 +151,33 @@ class Generation:
             '/jaxspec.v1.Generation/GetModelInfo',
             jaxspec_dot_v1_dot_jaxspec__pb2.GetModelInfoRequest.SerializeToString,
             jaxspec_dot_v1_dot_jaxspec__pb2.ModelInfo.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStatus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxspec.v1.Generation/GetStatus',
+            jaxspec_dot_v1_dot_jaxspec__pb2.GetStatusRequest.SerializeToString,
+            jaxspec_dot_v1_dot_jaxspec__pb2.ServerStatus.FromString,
             options,
             channel_credentials,
             insecure,
