@@ -61,7 +61,7 @@ def run(name: str) -> int:
     out = RESULTS / f"{name}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     command = [
-        sys.executable, "-m", "pytest", "-q", "-s", "--slow", name, "--slow-result", str(out),
+        sys.executable, "-m", "pytest", "-q", "-s", f"--slow={name}", f"--slow-result={out}",
         "-o", f"timeout={LIMIT_SECONDS}",
     ]  # fmt: skip
     return subprocess.run(command, cwd=ROOT, check=False).returncode

@@ -133,7 +133,7 @@ def _kernels() -> dict[str, dict[str, Any]]:
         api = importlib.import_module(f"pallas_kernels.{module.name}.api")
         choice = inspect.signature(getattr(api, module.name)).parameters.get("implementation")
         found[module.name] = {
-            "chosen": choice.default if choice else "reference",
+            "chosen": (choice.default if choice else None) or "reference",
             "available": sorted(api.IMPLEMENTATIONS),
         }
     found["target_attention"] = {"chosen": "reference", "available": ["reference"]}

@@ -154,6 +154,9 @@ class RunSection(Section):
     keep: int = key(3, "checkpoints kept", ge=1)
     log_every: int = key(10, "steps between log lines", ge=1)
     export: str | None = key(None, "folder the drafter is exported to at the end", min_length=1)
+    anchor_attention: Literal["auto", "reference", "tpu", "gpu"] = key(
+        "auto", "attention of the drafter's blocks; auto takes the device's kernel where there is one"
+    )
     tensorboard: bool = key(True, "write TensorBoard events beside the JSONL")
     eval_every: int = key(0, "steps between evaluations of tau; 0 has none", ge=0)
     eval_prompts: str | None = key(None, "JSONL of prompts for the evaluation", min_length=1)

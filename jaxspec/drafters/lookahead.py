@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pallas_kernels.softmax import masked_softmax, mix, scores
+from pallas_kernels.anchor_attention.api import lookahead_attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,18 +29,6 @@ class Lookahead:
             jax.lax.dynamic_update_index_in_dim(old, new, self.index - 1, 0)
             for old, new in zip(self.own, (k, v), strict=True)
         )
-        rows = jnp.arange(q.shape[1])
-        causal = (rows[:, None] >= rows)[None, None, None]
-        if lengths is not None:
-            causal = causal & (rows < lengths[:, None])[:, None, None, None, :]
-        steps = own_keys.shape[0]
         # one row's own keys are a sequence of `steps` keys for that row alone
         mine = jnp.moveaxis(own_keys, 0, 2), jnp.moveaxis(own_values, 0, 2)  # [B, S, steps, kv, D]
-        near = jnp.moveaxis(scores(q[:, :, None], mine[0])[..., 0, :], 1, 3)  # [B, kv, group, S, steps]
-        raw = jnp.concatenate([scores(q, keys), near], axis=-1)
-        passed = jnp.broadcast_to(jnp.arange(steps) < self.index, (*causal.shape[:-1], steps))
-        weights = masked_softmax(raw, jnp.concatenate([causal, passed], axis=-1))
-        out = mix(weights[..., : rows.size], values)
-        own_weights = jnp.moveaxis(weights[..., rows.size :], 3, 1)[..., None, :]
-        out = out + mix(own_weights, mine[1])[:, :, 0]
-        return out.astype(q.dtype), (own_keys, own_values)
+        return lookahead_attention(q, keys, values, *mine, self.index, lengths), (own_keys, own_values)

@@ -58,3 +58,13 @@ def spread(rows: int, requests: int, most: int) -> list[int]:
         raise ValueError(f"rows: found {rows}, expected {requests} to {requests * most} for {requests} requests")
     base, longer = divmod(rows, requests)
     return [base + (index < longer) for index in range(requests)]
+
+
+def slot_grid(num_slots: int, asked: Sequence[int]) -> tuple[int, ...]:
+    """Slot buckets: powers of four up to all slots, or what is asked for and all slots. Raises ConfigError for a size
+    that is not from 1 to all of them."""
+    wanted = asked or [4**power for power in range(num_slots.bit_length()) if 4**power < num_slots]
+    for size in wanted:
+        if not 1 <= size <= num_slots:
+            raise ConfigError(problem("engine.slot_buckets", size, f"sizes from 1 to num_slots = {num_slots}"))
+    return tuple(sorted({*wanted, num_slots}))

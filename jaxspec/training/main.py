@@ -19,7 +19,7 @@ from jaxspec.config import TrainConfig, render
 from jaxspec.drafters.base import Shared
 from jaxspec.drafters.eagle import Eagle
 from jaxspec.drafters.eagle3 import Eagle3
-from jaxspec.errors import DataError, ResumeError, problem
+from jaxspec.errors import ConfigError, DataError, ResumeError, problem
 from jaxspec.models.layers import stack_layers
 from jaxspec.training import directory as run_directory
 from jaxspec.training import fingerprint as fp
@@ -35,6 +35,7 @@ from jaxspec.training.progress import Reporter
 from jaxspec.training.signals import StopRequest, stop_requests
 from jaxspec.training.state import Placement, abstract, create
 from jaxspec.training.step import Frozen, StepSpec, compile_step
+from pallas_kernels.anchor_attention.api import use_implementation
 
 __all__ = ["Evaluate", "run"]
 
@@ -96,12 +97,24 @@ def run(
                 reporter.say(f"run.fresh: the earlier run was moved to {moved}")
             reporter.say("resolved config:\n" + render(config))
             checkpoints = Checkpoints(place / "checkpoints", config.run.keep)
+            placement = Placement.of(devices)
             try:
-                report = _train(prepared, checkpoints, evaluate, stop, Placement.of(devices))
+                with use_implementation(_anchor_attention(config, placement)):
+                    report = _train(prepared, checkpoints, evaluate, stop, placement)
             finally:
                 checkpoints.close()
             run_directory.write_atomically(place / "report.json", json.dumps(report, indent=1) + "\n")
         return report
+
+
+def _anchor_attention(config: TrainConfig, placement: Placement) -> str:
+    """The kernels run on one device; several of them, and a CPU, take the reference."""
+    asked, devices = config.run.anchor_attention, placement.mesh.devices
+    if asked == "auto":
+        return "reference" if devices.size > 1 or devices.flat[0].platform == "cpu" else "auto"
+    if asked != "reference" and devices.size > 1:
+        raise ConfigError(problem("run.anchor_attention", asked, f"auto or reference on {devices.size} devices"))
+    return asked
 
 
 def _prepare(config: TrainConfig, target: Target | None, reporter: Reporter) -> _Run:

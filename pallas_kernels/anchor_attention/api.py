@@ -37,10 +37,14 @@ def use_implementation(name: str, interpret: Any = False) -> Iterator[None]:
     """Selects what calls without an `implementation` run, for the whole process. `interpret` is pallas_call's, for
     "tpu" on a machine without one.
 
-    A compiled program does not know what it was traced with, so jax's caches are cleared on both ends.
+    A compiled program does not know what it was traced with, so jax's caches are cleared on both ends of a change.
     """
     global _selected
-    before, _selected = _selected, _Selection(_known(name), interpret)
+    before, wanted = _selected, _Selection(_known(name), interpret)
+    if wanted == before:
+        yield
+        return
+    _selected = wanted
     jax.clear_caches()
     try:
         yield

@@ -58,8 +58,8 @@ CONFIDENCE = [
     Mutant(
         "confidence-key-not-passed",
         "jaxspec/serving/main.py",
-        "confidence_threshold=engine.confidence_threshold,",
-        "confidence_threshold=0.0,",
+        '"confidence_threshold", "align",',
+        '"align",',
         ("tests/drafters/test_tree_confidence.py::test_the_servers_key_reaches_the_round",),
         "the server's key must reach the round",
     ),

@@ -42,9 +42,9 @@ EAGLE = [
     ),
     Mutant(
         "eagle3-future-steps",
-        "jaxspec/drafters/lookahead.py",
-        "jnp.arange(steps) < self.index",
-        "jnp.arange(steps) <= self.index",
+        "pallas_kernels/anchor_attention/reference.py",
+        "jnp.arange(steps) < index",
+        "jnp.arange(steps) <= index",
         _EAGLE3,
         "the zero keys of a step that has not run take part",
     ),

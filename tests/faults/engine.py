@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.helpers.mutation import Mutant
 
 _ENGINE, _RAGGED = "jaxspec/serving/engine.py", "jaxspec/decoding/ragged.py"
+_DRAFTING, _INPUTS = "jaxspec/serving/drafting.py", "jaxspec/serving/round_inputs.py"
 _FILE = "tests/serving/test_engine_rounds.py"
 _SOAK = (f"{_FILE}::test_answers_are_those_of_a_walk_while_requests_give_way",)
 _FULL = (f"{_FILE}::test_B38_no_proposal_is_cut_for_want_of_pages",)
@@ -15,7 +16,7 @@ _PREFIX = (f"{_FILE}::test_B27_the_same_prompt_at_once_is_prefilled_once",)
 ENGINE = [
     Mutant(
         "engine-last-token-needs-a-page",
-        _ENGINE,
+        _INPUTS,
         "room = request.lease.allocated + 1 - ",
         "room = request.lease.allocated - ",
         _FULL,
@@ -24,8 +25,8 @@ ENGINE = [
     Mutant(
         "engine-unread-rows-not-reserved",
         _ENGINE,
-        "rows_in_flight(request.unread, self._written)",
-        "rows_in_flight(0, self._written)",
+        "rows_in_flight(request.unread, self._inputs.written)",
+        "rows_in_flight(0, self._inputs.written)",
         _FULL,
         "a round in flight has used the rows that the next one counts on",
     ),
@@ -47,9 +48,9 @@ ENGINE = [
     ),
     Mutant(
         "engine-padding-piece-names-a-slot",
-        _ENGINE,
-        "slots = np.full(self._pieces, self.num_slots, np.int32)",
-        "slots = np.zeros(self._pieces, np.int32)",
+        _INPUTS,
+        "slots = np.full(self.pieces, self.program.num_slots, np.int32)",
+        "slots = np.zeros(self.pieces, np.int32)",
         _SOAK,
         "a padding piece moves the position of slot 0",
     ),
@@ -64,7 +65,7 @@ ENGINE = [
     Mutant(
         "engine-next-owner-of-pages-in-the-same-round",
         _ENGINE,
-        "rows = len(request.text) - request.lease.committed + rows_in_flight(self._lag, self._written)",
+        "rows = len(request.text) - request.lease.committed + rows_in_flight(self._lag, self._inputs.written)",
         "rows = 1",
         _SOAK,
         "a prompt begins without pages for all of its rows",
@@ -87,7 +88,7 @@ ENGINE = [
     ),
     Mutant(
         "engine-sample-index-dropped",
-        _ENGINE,
+        _INPUTS,
         "            samples[slot] = request.sample\n",
         "",
         _SEEDS,
@@ -95,7 +96,7 @@ ENGINE = [
     ),
     Mutant(
         "engine-high-word-of-the-seed",
-        _ENGINE,
+        _INPUTS,
         "seeds[slot] = request.seed & 0xFFFFFFFF, request.seed >> 32",
         "seeds[slot] = request.seed & 0xFFFFFFFF, 0",
         _SEEDS,
@@ -111,15 +112,15 @@ ENGINE = [
     ),
     Mutant(
         "engine-pinned-is-paused",
-        _ENGINE,
-        "if _pinned(request) or (wanted and request.switch.drafting)]",
+        _DRAFTING,
+        "if request.pinned or (wanted and request.switch.drafting)]",
         "if wanted and request.switch.drafting]",
         (f"{_FILE}::test_seeded_answers_do_not_depend_on_what_is_paused",),
         "a seeded request's ids depend on how fast the server is",
     ),
     Mutant(
         "engine-loser-drafts-on",
-        _ENGINE,
+        _DRAFTING,
         "wanted = self._switch.drafting(len(decoding))",
         "wanted = True",
         (f"{_FILE}::test_a_drafter_that_loses_at_this_load_is_paused_and_one_that_wins_is_not",),
@@ -127,7 +128,7 @@ ENGINE = [
     ),
     Mutant(
         "engine-observed-never",
-        _ENGINE,
+        _DRAFTING,
         "            self._observed.observe(*(np.array(column) for column in columns))\n",
         "            del columns\n",
         (f"{_FILE}::test_observed_acceptance_shortens_budgets_where_the_drafter_knows_nothing",),
@@ -135,7 +136,7 @@ ENGINE = [
     ),
     Mutant(
         "engine-pause-forgets-the-budget",
-        _ENGINE,
+        _DRAFTING,
         "        confidence[[request.slot for request in paused]] = 0\n",
         "",
         (f"{_FILE}::test_a_request_whose_drafts_lose_is_paused_beside_one_whose_drafts_win",),
@@ -144,8 +145,8 @@ ENGINE = [
     Mutant(
         "engine-read-past-the-door",
         _ENGINE,
-        "self._time(flight, int(counts.sum()))",
-        "self._time(flight, int(output.counts.sum()))",
+        "self._drafting.time(flight, int(counts.sum()))",
+        "self._drafting.time(flight, int(output.counts.sum()))",
         (f"{_FILE}::test_500_mixed_steps_compile_nothing_and_read_through_one_door",),
         "a second copy from the device in every round",
     ),
@@ -167,7 +168,7 @@ ENGINE = [
     ),
     Mutant(
         "engine-resumed-answer-is-prompt",
-        _ENGINE,
+        _INPUTS,
         "answers[rows] = np.arange(piece.start, end) >= len(request.prompt)",
         "answers[rows] = False",
         _PENALTIES,

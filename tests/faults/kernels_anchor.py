@@ -182,8 +182,8 @@ ANCHOR = [
     Mutant(
         "anchor-stale-program",
         f"{_FILE}api.py",
-        "_Selection(_known(name), interpret)\n    jax.clear_caches()",
-        "_Selection(_known(name), interpret)",
+        "_selected = wanted\n    jax.clear_caches()",
+        "_selected = wanted",
         (f"{_KERNELS}::test_a_selection_holds_inside_its_block_only_and_names_are_checked",),
         "a compiled program does not know which implementation is selected now",
     ),

@@ -197,8 +197,9 @@ def seal(engine: Engine) -> Callable[[], int]:
     def sealing(executable: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: jax.tree.map(Sealed, executable(*opened(args)))
 
-    engine._host = engine._relay._read = host
-    engine._executables = {name: sealing(executable) for name, executable in engine._executables.items()}
+    engine._host = engine._drafting._relay._read = host
+    built = engine._executables.built
+    engine._executables.built = {name: sealing(executable) for name, executable in built.items()}
     return lambda: reads
 
 
@@ -257,7 +258,8 @@ class Clock:
 
             return call
 
-        engine._executables = {name: timed(name, made) for name, made in engine._executables.items()}
+        built = engine._executables.built
+        engine._executables.built = {name: timed(name, made) for name, made in built.items()}
         return engine
 
 
@@ -310,7 +312,7 @@ def test_observed_acceptance_shortens_budgets_where_the_drafter_knows_nothing():
     steep = StepsTable((1, 3, 5), (1000.0, 300.0, 150.0), 10)
     proposed = {}
     for accepted in (0, M):
-        engine = build(accepted=[accepted] * LANES, cost_table=steep, pause_drafting=False)
+        engine = build(accepted=[accepted] * LANES, cost_table=steep, pause_drafting=False, align=False)
         (events,) = run(engine, (prompt(1, 4), greedy(60)))
         assert ids(events) == walk(TABLE, prompt(1, 4), 60)
         rounds = [event for event in events if event.from_round]

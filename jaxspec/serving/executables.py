@@ -1,0 +1,99 @@
+"""The compiled rounds: every shape that a round may take, made ahead of time, several at a time."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from jaxspec.decoding.ragged import EngineState, RaggedProgram
+from jaxspec.decoding.round import Weights
+from jaxspec.errors import InvariantError, problem
+from jaxspec.serving.requests import Shape
+from jaxspec.serving.round_inputs import RoundInputs
+
+
+class Executables:
+    """One program a shape; two more, the halves of its round, where grammars may be asked for (`halves`)."""
+
+    def __init__(self, program: RaggedProgram, shapes: list[Shape], inputs: RoundInputs, halves: bool):
+        self._program, self.shapes, self._inputs, self._halves = program, shapes, inputs, halves
+        self.built: dict[str, Any] = {}  # by name
+        self.confident = False  # whether rounds carry a confidence
+
+    @property
+    def count(self) -> int:
+        """Programs that `compile` makes."""
+        return len(self.shapes) * (3 if self._halves else 1)
+
+    @property
+    def ready(self) -> bool:
+        """Whether `compile` was called."""
+        return bool(self.built)
+
+    def compile(
+        self,
+        weights: Weights,
+        state: EngineState,
+        observed: Callable[[int], Any],
+        progress: Callable[[str, float], None] | None = None,
+    ) -> list[tuple[str, float]]:
+        """Returns names and seconds. What `progress` raises ends it."""
+
+        def build(name: str, lowered: Any) -> tuple[str, Any, float]:
+            started = time.perf_counter()
+            return name, lowered.compile(), time.perf_counter() - started
+
+        times = []
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            lowered = (named for shape in self.shapes for named in self._lower(shape, weights, state, observed))
+            waiting = [pool.submit(build, *named) for named in lowered]
+            try:
+                for done in concurrent.futures.as_completed(waiting):
+                    name, executable, seconds = done.result()
+                    self.built[name] = executable
+                    times.append((name, seconds))
+                    if progress is not None:
+                        progress(name, seconds)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)  # a server that is stopped does not compile on
+                raise
+        return times
+
+    def whole(self, shape: Shape) -> Any:
+        """`RaggedProgram.ragged_round`. Raises InvariantError for a shape that was not compiled, as the halves do."""
+        return self._named(str(shape))
+
+    def first_half(self, shape: Shape) -> Any:
+        """`RaggedProgram.begin`."""
+        return self._named(f"{shape}, first half")
+
+    def second_half(self, shape: Shape) -> Any:
+        """`RaggedProgram.finish`, with masks."""
+        return self._named(f"{shape}, second half")
+
+    def _named(self, name: str) -> Any:
+        if name not in self.built:
+            raise InvariantError(problem("executable", name, "one that was compiled at start-up"))
+        return self.built[name]
+
+    def _lower(
+        self, shape: Shape, weights: Weights, state: EngineState, observed: Callable[[int], Any]
+    ) -> Iterator[tuple[str, Any]]:
+        inputs = self._inputs.round(shape, observed=observed(shape.slots))
+        static = {"rows": shape.rows, "drafting": shape.drafting}
+
+        def jit(step: Callable[..., Any], *names: str) -> Any:
+            return jax.jit(step, static_argnames=names, donate_argnums=1)
+
+        lowered = jit(self._program.ragged_round, *static).lower(weights, state, inputs, **static)
+        self.confident |= lowered.out_info[1].confidence is not None
+        yield str(shape), lowered
+        if self._halves:
+            begin = jit(self._program.begin, *static).lower(weights, state, inputs, **static)
+            yield f"{shape}, first half", begin
+            masks = self._inputs.masks(shape)
+            yield f"{shape}, second half", jit(self._program.finish).lower(weights, *begin.out_info, inputs, masks)

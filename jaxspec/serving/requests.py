@@ -1,0 +1,137 @@
+"""Requests in the engine, the pieces and rounds that hold their rows, and what a round's results say to each."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+import jax
+
+from jaxspec.decoding.ragged import Rules
+from jaxspec.decoding.request import SamplingParams
+from jaxspec.decoding.runner import TokenLogprob
+from jaxspec.serving.adaptive import RequestSwitch
+from jaxspec.serving.ending import AnswerEnd
+from jaxspec.serving.grammar import Constraint
+from jaxspec.serving.pages import PageLease
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Shape:
+    """What an executable is made for: R slots, rows for anchors and proposals, whether it drafts, C prefill rows."""
+
+    slots: int
+    rows: int
+    drafting: bool
+    prefill: int
+
+    def __str__(self) -> str:
+        draft = "draft" if self.drafting else "plain"
+        return f"R={self.slots} M={self.rows + self.prefill} ({draft}, {self.prefill} prefill rows)"
+
+
+class Phase(enum.Enum):
+    """Where a request stands."""
+
+    WAITING = "waiting for pages"
+    PREFILL = "prefill"
+    DECODING = "decoding"
+    ENDED = "ended"
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """One answer on its slot."""
+
+    handle: int
+    slot: int
+    prompt: list[int]
+    params: SamplingParams
+    sample: int
+    seed: int
+    ending: AnswerEnd
+    rules: Rules | None  # one row, where it asks for any
+    lease: PageLease
+    phase: Phase = Phase.WAITING
+    emitted: list[int] = dataclasses.field(default_factory=list)
+    text: list[int] = dataclasses.field(default_factory=list)  # what prefill runs over; `tokens` when it began
+    epoch: int = 0  # rounds dispatched before a preemption are of an earlier one
+    unread: int = 0  # rounds in flight that draft for it
+    prompt_logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
+    constraint: Constraint | None = None
+    switch: RequestSwitch = dataclasses.field(default_factory=RequestSwitch)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and answer so far."""
+        return self.prompt + self.emitted
+
+    @property
+    def pinned(self) -> bool:
+        """An explicit seed promises ids that do not depend on the load: every proposal is verified."""
+        return self.params.seed is not None and self.params.temperature > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Flight:
+    """A dispatched round: its output, and whose rows and prompt ends it holds."""
+
+    output: Any
+    rows: list[tuple[Request, int]]  # request, epoch
+    pieces: list[Piece]
+    drafters: frozenset[int]  # handles
+    began: float
+    as_switched: bool  # whether it drafts as the switch of its load said
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """`count` rows of a request's text from `start`, the `index`-th piece of its round, at row `at` of the chunk."""
+
+    index: int
+    request: Request
+    epoch: int
+    start: int
+    count: int
+    final: bool
+    at: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Metrics:
+    """Counts since start-up, but for the pages, which are those of now. `rows` are the target's, padding included."""
+
+    executables: int
+    compilations: int  # since warm-up: 0 unless something went wrong
+    pages: int
+    pages_held: int
+    preemptions: int
+    prefix_hits: int
+    prefix_rows: int  # rows that hits spared
+    rounds: int
+    drafted_rounds: int
+    rows: int
+
+
+def token_logprobs(request: Request, values: Any, where: Any, tokens: list[int]) -> list[TokenLogprob]:
+    """One a token, where the request asked for them."""
+    top = request.params.logprobs
+    if top is None:
+        return []
+    rows = jax.tree.map(lambda x: x[where], values)
+    return [
+        TokenLogprob(
+            token,
+            float(rows.chosen[row]),
+            int(rows.rank[row]),
+            tuple(zip(rows.ids[row, :top].tolist(), rows.values[row, :top].tolist(), strict=True)),
+        )
+        for row, token in enumerate(tokens)
+    ]
+
+
+def prompt_logprobs(piece: Piece, values: Any) -> list[TokenLogprob]:
+    """Of the tokens behind the piece's rows, as far as they are the prompt's."""
+    following = piece.request.prompt[piece.start + 1 : piece.start + piece.count + 1]
+    return token_logprobs(piece.request, values, slice(piece.at, piece.at + len(following)), following)

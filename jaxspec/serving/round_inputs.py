@@ -1,0 +1,113 @@
+"""The host's part of a round as arrays: tables over the slots, prompt pieces in a chunk, a grammar's masks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxspec.decoding.processors import LogitRules, mask_words, rule_rows
+from jaxspec.decoding.ragged import Masks, PrefillRows, RaggedProgram, RoundInput, Rules
+from jaxspec.decoding.sampling import SlotSampling
+from jaxspec.serving.requests import Piece, Request, Shape
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundInputs:
+    """Builds them for one program and device. `chunk` rows hold up to `pieces` prompts; a round may write `written`
+    rows for a request, of which `rows_each` (m + 1) can become history."""
+
+    program: RaggedProgram
+    chunk: int
+    pieces: int
+    rows_each: int
+    written: int
+    device: Any
+
+    @property
+    def _vocab(self) -> int:
+        return self.program.decoder.config.vocab_size
+
+    def round(
+        self,
+        shape: Shape,
+        decoding: Sequence[Request] = (),
+        drafters: Sequence[Request] = (),
+        pieces: Sequence[Piece] = (),
+        budget: int = 0,
+        observed: np.ndarray | None = None,
+    ) -> RoundInput:
+        """Who decodes, who of them drafts, and whose prompts run; `observed` [R, m] as in `RoundInput.confidence`."""
+        slots = shape.slots
+        zeros = lambda dtype=np.int32: np.zeros(slots, dtype)  # noqa: E731
+        alive, pinned, logprobs = zeros(bool), zeros(bool), zeros(bool)
+        rules = _no_rules(slots) if self.program.rules else None
+        limits, proposals, samples, top_k = zeros(), zeros(), zeros(), zeros()
+        temperature, min_p, top_p = zeros(np.float32), zeros(np.float32), np.ones(slots, np.float32)
+        seeds = np.zeros((slots, 2), np.uint32)
+        table = np.zeros((slots, self.program.pages_per_slot), np.int32)
+        for request in [*decoding, *(piece.request for piece in pieces)]:
+            slot, params = request.slot, request.params
+            table[slot] = request.lease.table_row(table.shape[1])
+            # The last token of a round has no row in it, and a tree's nodes beyond its depth never become history.
+            room = request.lease.allocated + 1 - (self.written - self.rows_each)
+            limits[slot] = min(self.program.max_context, room)
+            pinned[slot] = request.pinned
+            seeds[slot] = request.seed & 0xFFFFFFFF, request.seed >> 32
+            samples[slot] = request.sample
+            temperature[slot], top_p[slot], min_p[slot] = params.temperature, params.top_p, params.min_p
+            top_k[slot] = min(params.top_k, self._vocab)
+            logprobs[slot] = params.logprobs is not None
+            if rules is not None and request.rules is not None:
+                for field in dataclasses.fields(Rules):
+                    getattr(rules, field.name)[slot] = getattr(request.rules, field.name)
+        for request in decoding:
+            alive[request.slot] = True
+        for request in drafters:
+            proposals[request.slot] = self.rows_each - 1
+        inputs = RoundInput(
+            alive, table, limits, proposals, pinned, np.int32(budget), seeds, samples,
+            SlotSampling(temperature, top_k, top_p, min_p), logprobs, observed, rules,
+            self._prefill_rows(pieces) if shape.prefill else None,
+        )  # fmt: skip
+        return jax.device_put(inputs, self.device)
+
+    def _prefill_rows(self, pieces: Sequence[Piece]) -> PrefillRows:
+        tokens, following = np.zeros(self.chunk, np.int32), np.zeros(self.chunk, np.int32)
+        answers = np.zeros(self.chunk, bool)
+        slots = np.full(self.pieces, self.program.num_slots, np.int32)
+        starts, counts = np.zeros(self.pieces, np.int32), np.zeros(self.pieces, np.int32)
+        finals, fresh = np.zeros(self.pieces, bool), np.zeros(self.pieces, bool)
+        for piece in pieces:
+            request, end = piece.request, piece.start + piece.count
+            behind = request.text[piece.start + 1 : end + 1]
+            rows = slice(piece.at, piece.at + piece.count)
+            tokens[rows] = request.text[piece.start : end]
+            following[piece.at : piece.at + len(behind)] = behind
+            answers[rows] = np.arange(piece.start, end) >= len(request.prompt)
+            slots[piece.index], starts[piece.index], counts[piece.index] = request.slot, piece.start, piece.count
+            finals[piece.index], fresh[piece.index] = piece.final, piece.start == 0
+        return PrefillRows(tokens, following, slots, starts, counts, finals, fresh, answers)
+
+    def masks(
+        self, shape: Shape, constrained: Sequence[Request] = (), pieces: Sequence[Piece] = (), drafts: Any = None
+    ) -> Masks:
+        """Of decoding requests with a grammar (`drafts` [R, m]: their proposals, on the host) and of prompts' ends."""
+        words = mask_words(self._vocab)
+        rows = np.full((shape.slots, self.rows_each if shape.drafting else 1, words), -1, np.int32)
+        first = np.full((self.pieces, words), -1, np.int32)
+        for request in constrained:
+            assert request.constraint is not None
+            rows[request.slot] = request.constraint.masks(drafts[request.slot].tolist())[:, :words]
+        for piece in pieces:
+            if piece.final and piece.request.constraint is not None:
+                first[piece.index] = piece.request.constraint.masks([])[0, :words]
+        return jax.device_put(Masks(rows, first), self.device)
+
+
+def _no_rules(slots: int) -> Rules:
+    rows: Any = {name: np.repeat(value, slots, 0) for name, value in rule_rows(LogitRules()).items()}
+    return Rules(**rows)
