@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.checkpoints import speculators
-from jaxspec.checkpoints.drafter import EMBEDDING, HEAD
+from jaxspec.checkpoints.drafter import EMBEDDING, HEAD, check_export_folder
 from jaxspec.checkpoints.inspection import Inspection, inspect, target_config
 from jaxspec.checkpoints.store import TensorFolder, read_config, write_folder
 from jaxspec.checkpoints.target import EMBEDDING as MODEL_EMBEDDING
@@ -52,9 +52,12 @@ def convert(
     """
     if to not in LAYOUTS:
         raise ConfigError(f"--to: found {to!r}, expected one of {', '.join(LAYOUTS)}")
+    check_export_folder(out)
     model, directory = target_config(target)
     found = inspect(source, model)
     _check_whole(found)
+    if found.directory.resolve() == Path(out).resolve():
+        raise ConfigError(f"--out: found {out}, the drafter that is converted, expected another folder")
     try:
         written = LAYOUTS[to](found, model, os.fspath(target), directory)
     except ConfigError as error:

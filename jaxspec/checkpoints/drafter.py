@@ -32,6 +32,7 @@ from jaxspec.models.layers import flatten, unflatten
 __all__ = ["Draft", "Layout", "load_drafter", "save_drafter"]
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+_WRITTEN = {"config.json", "model.safetensors"}  # by an export
 _PREFIX = "logit_head."  # early DSpark checkpoints nest their heads under it
 _RENAMED = {
     "encoder.fc.weight": "fc.weight",
@@ -242,10 +243,12 @@ def save_drafter(
 def check_export_folder(directory: str | os.PathLike[str]) -> None:
     """Whether `save_drafter` may write here: a free place, an empty folder, or a drafter's checkpoint to be replaced.
 
-    Raises CheckpointError for anything else: a target's folder is never overwritten.
+    Raises CheckpointError for anything else: neither a target nor a file that no export wrote is ever overwritten.
     """
     directory = Path(directory)
     check_replaceable(directory)
+    entries = directory.iterdir() if directory.exists() else ()
+    others = sorted(entry.name for entry in entries if entry.name not in _WRITTEN)
     if (directory / "config.json").is_file():
         names = read_config(directory).get("architectures") or []
         # EAGLE drafts and Llama targets share an architecture's name; only a language model keeps its tensors under
@@ -256,6 +259,11 @@ def check_export_folder(directory: str | os.PathLike[str]) -> None:
                 f"{directory}: found a checkpoint of {names}, expected a free place or an earlier drafter; choose "
                 "another name"
             )
+    if others:
+        raise CheckpointError(
+            f"{directory}: found {others[0]}, which no export wrote, expected a free place or an earlier drafter "
+            "alone; choose another name"
+        )
 
 
 def _source_folder(layout: Layout | None) -> TensorFolder | None:

@@ -50,6 +50,7 @@ class PrefillRows:
     starts: Int[Array, "S"]
     counts: Int[Array, "S"]
     final: Bool[Array, "S"]  # the prompt ends here: its first token is drawn
+    forced: Int[Array, "S"]  # that token, where a preempted request has it already; -1 where it is drawn
     fresh: Bool[Array, "S"]  # the request's first piece: what was known of the slot's history is another's
     answers: Bool[Array, "C"]  # rows of the answer so far, which a preempted request runs again
 
@@ -303,7 +304,8 @@ class RaggedProgram(Program):
             processed = rules.apply(logits[:, None], nothing, ends, allowed)[:, 0]
         probs = jax.tree.map(of, view.slots.sampling).probabilities(processed)
         keys = round_keys(of(view.slots.keys), of(view.slots.samples), end - 1)
-        first = inverse_cdf(probs, uniforms(keys, end[:, None], Purpose.TARGET)[:, 0])
+        drawn = inverse_cdf(probs, uniforms(keys, end[:, None], Purpose.TARGET)[:, 0])
+        first = jnp.where(prefill.forced >= 0, prefill.forced, drawn)
         row = jnp.arange(prefill.tokens.shape[0])
         newest = ends[pieces.requests] & (row == at[pieces.requests])
         following = jnp.where(newest, first[pieces.requests], prefill.next_tokens)
@@ -312,9 +314,9 @@ class RaggedProgram(Program):
         )
         put = lambda whole, part: whole.at[prefill.slots].set(part, mode="drop")  # noqa: E731
         if history is not None:
-            drawn = history.counts.at[prefill.slots, first].add(ends.astype(jnp.int32), mode="drop")
+            counts = history.counts.at[prefill.slots, first].add(ends.astype(jnp.int32), mode="drop")
             emitted = history.emitted.at[prefill.slots].add(ends.astype(jnp.int32), mode="drop")
-            history = dataclasses.replace(history, counts=drawn, emitted=emitted)
+            history = dataclasses.replace(history, counts=counts, emitted=emitted)
         wanted = jnp.any(of(inputs.logprobs) & (prefill.counts > 0))
         rows_of_prompt = lambda: (self.decoder.logits(weights.target, hidden), following)  # noqa: E731
         return Started(

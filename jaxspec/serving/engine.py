@@ -116,6 +116,9 @@ class Engine:
         )
         if grammars is not None and not rules:
             raise ConfigError(problem("engine.grammar", expected="engine.rules to be on"))
+        if grammars is not None and drafter.tree_nodes:
+            found = f"true with a drafter ({drafter.method}) that proposes trees"
+            raise ConfigError(problem("engine.grammar", found, "false: masks are built for chains"))
         whole = 1 + num_slots * self.program.pages_per_slot
         num_pages = whole if num_pages is None else num_pages
         least = 1 + self.program.pages_per_slot if getattr(drafter, "context_in_pages", True) else whole
@@ -399,12 +402,12 @@ class Engine:
     def _follows(self, request: Request) -> bool:
         """Whether another request runs the same text just now: its pages will be in the cache (n > 1)."""
         return self._shares_pages(request) and any(
-            other.text == request.tokens and self._shares_pages(other) for other in self._requests(Phase.PREFILL)
+            other.text == request.history and self._shares_pages(other) for other in self._requests(Phase.PREFILL)
         )
 
     def _open(self, request: Request) -> bool:
         """Pages for the whole text of a request, those of a known prefix first."""
-        request.text = request.tokens
+        request.text = request.history
         request.prompt_logprobs.clear()
         if self._shares_pages(request):
             request.lease = self._cache.open(request.text)
@@ -441,7 +444,7 @@ class Engine:
                 continue
             if request.params.prompt_logprobs and not request.emitted:
                 request.prompt_logprobs += prompt_logprobs(piece, of_prompts)
-            if piece.final:
+            if piece.final and not request.emitted:
                 new = [int(first[piece.index])]
                 said = token_logprobs(request, first_logprobs, slice(piece.index, piece.index + 1), new)
                 prompt, request.prompt_logprobs = tuple(request.prompt_logprobs), []

@@ -55,7 +55,7 @@ class Request:
     lease: PageLease
     phase: Phase = Phase.WAITING
     emitted: list[int] = dataclasses.field(default_factory=list)
-    text: list[int] = dataclasses.field(default_factory=list)  # what prefill runs over; `tokens` when it began
+    text: list[int] = dataclasses.field(default_factory=list)  # what prefill runs over; `history` when it began
     epoch: int = 0  # rounds dispatched before a preemption are of an earlier one
     unread: int = 0  # rounds in flight that draft for it
     prompt_logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
@@ -66,6 +66,12 @@ class Request:
     def tokens(self) -> list[int]:
         """Prompt and answer so far."""
         return self.prompt + self.emitted
+
+    @property
+    def history(self) -> list[int]:
+        """What prefill has to run: the prompt, and of an answer that was preempted all but its anchor. Going on from
+        that anchor, its rounds are those that it would have had."""
+        return self.prompt + self.emitted[:-1]
 
     @property
     def pinned(self) -> bool:

@@ -81,6 +81,7 @@ class RoundInputs:
         slots = np.full(self.pieces, self.program.num_slots, np.int32)
         starts, counts = np.zeros(self.pieces, np.int32), np.zeros(self.pieces, np.int32)
         finals, fresh = np.zeros(self.pieces, bool), np.zeros(self.pieces, bool)
+        forced = np.full(self.pieces, -1, np.int32)
         for piece in pieces:
             request, end = piece.request, piece.start + piece.count
             behind = request.text[piece.start + 1 : end + 1]
@@ -90,7 +91,9 @@ class RoundInputs:
             answers[rows] = np.arange(piece.start, end) >= len(request.prompt)
             slots[piece.index], starts[piece.index], counts[piece.index] = request.slot, piece.start, piece.count
             finals[piece.index], fresh[piece.index] = piece.final, piece.start == 0
-        return PrefillRows(tokens, following, slots, starts, counts, finals, fresh, answers)
+            if request.emitted:
+                forced[piece.index] = request.emitted[-1]
+        return PrefillRows(tokens, following, slots, starts, counts, finals, forced, fresh, answers)
 
     def masks(
         self, shape: Shape, constrained: Sequence[Request] = (), pieces: Sequence[Piece] = (), drafts: Any = None

@@ -20,7 +20,7 @@ __all__ = ["check", "fingerprint"]
 _FREE = {"path"}  # a data file may move; its content may not change
 
 
-def _reads_total(config: TrainConfig) -> bool:
+def reads_total(config: TrainConfig) -> bool:
     """Whether the learning rate depends on how many steps the run has."""
     return config.optimizer.schedule != "constant" or config.optimizer.warmup_ratio > 0
 
@@ -51,7 +51,7 @@ def fingerprint(
         "drafter.dtype": config.drafter.dtype,
         "drafter.source": config.drafter.source,
         "run.seed": config.run.seed,
-        "schedule steps": total_steps if _reads_total(config) else None,
+        "schedule steps": total_steps if reads_total(config) else None,
     }
 
 

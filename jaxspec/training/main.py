@@ -220,7 +220,8 @@ def _train(
     if step is not None and _is_finished(step, before["seconds"], run):
         reached = ["seconds"] if run.total_steps is None or step < run.total_steps else ["steps", "epochs"]
         limits = " or ".join(f"run.{name}" for name in reached if getattr(config.run, name))
-        reporter.say(f"this run is finished (step {step}); set run.fresh=true to start anew or raise {limits}")
+        more = f" or raise {limits}" if reached == ["seconds"] or not fp.reads_total(config) else ""
+        reporter.say(f"this run is finished (step {step}); set run.fresh=true to start anew{more}")
         outcome = Outcome(state, step, "already finished", before["seconds"], before["tokens"], {})
     else:
         outcome = _loop(run, state, step or 0, before, batches, checkpoints, shared, evaluate, stop, placement)
@@ -302,7 +303,10 @@ def _export_folder(config: TrainConfig) -> Path:
 def _export(run: _Run, outcome: Outcome) -> Path:
     """Write the drafter in its public format; one that is there from an earlier end of this run stays."""
     folder = _export_folder(run.config)
-    if outcome.reason == "already finished" and (folder / "config.json").is_file():
+    report = Path(run.config.run.directory) / "report.json"
+    earlier = json.loads(report.read_text()).get("export") if report.is_file() else None
+    there = (folder / "config.json").is_file() and earlier is not None and Path(earlier).resolve() == folder.resolve()
+    if outcome.reason == "already finished" and there:
         run.reporter.say(f"drafter: {folder}")
         return folder
     draft = dataclasses.replace(run.draft, params=jax.device_get(outcome.state.params))

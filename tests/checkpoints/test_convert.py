@@ -207,3 +207,17 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     arguments[arguments.index("specforge")] = "deepspec"
     assert main(arguments) == 2 and "layout deepspec cannot express" in capsys.readouterr().err
     assert main(["inspect", str(tmp_path / "nowhere")]) == 2
+
+
+def test_convert_never_replaces_a_model_or_its_own_source(tmp_path: Path) -> None:
+    import shutil
+
+    victim, source = tmp_path / "target", tmp_path / "draft"
+    shutil.copytree(Q3A, victim)
+    shutil.copytree(GOLDEN / "02_dflash_fwd_q3a" / "draft", source)
+    before = {path: path.read_bytes() for path in sorted(victim.iterdir())}
+    with pytest.raises(CheckpointError, match="expected a free place or an earlier drafter"):
+        convert(source, victim, "specforge", victim)
+    assert {path: path.read_bytes() for path in sorted(victim.iterdir())} == before
+    with pytest.raises(ConfigError, match=r"--out: found .*, the drafter that is converted"):
+        convert(source, Q3A, "specforge", source)

@@ -301,3 +301,15 @@ def test_export_may_replace_an_earlier_drafter(tmp_path, case):
     place = tmp_path / "draft"
     shutil.copytree(Path(__file__).parent.parent / "golden" / case / "draft", place)
     check_export_folder(place)
+
+
+def test_export_deletes_no_file_that_no_export_wrote(tmp_path):
+    import shutil
+
+    from jaxspec.checkpoints.drafter import check_export_folder
+
+    place = tmp_path / "draft"
+    shutil.copytree(Path(__file__).parent.parent / "golden" / "02_dflash_fwd_q3a" / "draft", place)
+    (place / "README.md").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"README\.md, which no export wrote"):
+        check_export_folder(place)

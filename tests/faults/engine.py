@@ -190,4 +190,12 @@ ENGINE = [
         ("tests/serving/test_server.py::test_n_answers_are_told_apart",),
         "n answers under one seed are the same",
     ),
+    Mutant(
+        "engine-resumed-draws-its-anchor-anew",
+        _INPUTS,
+        "forced[piece.index] = request.emitted[-1]",
+        "forced[piece.index] = -1",
+        ("tests/serving/test_engine.py::test_B25_a_seeded_answer_goes_on_from_its_anchor_after_a_preemption",),
+        "a seeded answer must not depend on whether it was preempted",
+    ),
 ]

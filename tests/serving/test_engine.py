@@ -6,11 +6,14 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
+from jaxspec.checkpoints.drafter import Draft
 from jaxspec.decoding.request import SamplingParams
 from jaxspec.decoding.runner import SlotRunner
+from jaxspec.drafters.small_model import SmallModel
 from jaxspec.errors import ConfigError, RequestError
 from jaxspec.serving.cost import StepsTable
 from jaxspec.serving.engine import Engine
@@ -148,6 +151,23 @@ def test_seeded_requests_without_a_drafter_keep_their_ids():
             for event in lone.step():
                 found += event.tokens
         assert answers[index][0] == found
+
+
+def test_B25_a_seeded_answer_goes_on_from_its_anchor_after_a_preemption():
+    """With a drafter that is drawn from: the rounds after the preemption are those that there would have been."""
+    target = tiny_target()
+    noisy = jax.tree.map(lambda x: x + 0.02 * jax.random.normal(jax.random.key(1), x.shape), target.params)
+    draft = Draft(SmallModel(target.model, num_proposals=3), noisy)
+    options = {"num_slots": 2, "max_context": 96, "prefill_chunk": 16, "page_size": 8, "slot_buckets": (2,)}
+    quick = {"rules": False, "max_logprobs": None, "pause_drafting": False}
+    asked = []
+    for seed in range(5):
+        prompt = [random.Random(seed).randrange(60) for _ in range(20 + seed)]
+        asked.append((prompt, SamplingParams(temperature=1.0, seed=seed, max_new_tokens=60, ignore_eos=True)))
+    roomy, tight = (Engine(target, draft, **options, **quick, num_pages=pages) for pages in (None, 14))
+    whole, given_way = soak(roomy, asked, random.Random(1)), soak(tight, asked, random.Random(2))
+    assert whole == given_way
+    assert roomy.preemptions == 0 and tight.preemptions > 0
 
 
 def test_B27_a_prefix_hit_changes_neither_answer_nor_acceptance():

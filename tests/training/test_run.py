@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -133,8 +134,15 @@ def test_finished_run_says_so_and_fresh_starts_anew(tmp_path, data):
     train(config)
     report, reporter = train(config)
     assert report["status"] == "already finished" and report["step"] == 4
-    assert "this run is finished" in reporter.text and "or raise run.steps" in reporter.text
+    assert "this run is finished" in reporter.text and "set run.fresh=true to start anew" in reporter.text
+    assert "raise" not in reporter.text.split("this run is finished")[1]  # its schedule depends on its steps
     assert Path(report["export"]).is_dir()
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(report["export"], elsewhere)  # somebody's drafter: to be replaced by this run's, not claimed
+    (elsewhere / "config.json").write_text((elsewhere / "config.json").read_text() + "\n")
+    report, reporter = train(world.config(tmp_path / "run", data, run__steps=4, run__export=str(elsewhere)))
+    assert "drafter exported to" in reporter.text
+    assert (elsewhere / "config.json").read_bytes() == (tmp_path / "run" / "export" / "config.json").read_bytes()
     report, reporter = train(world.config(tmp_path / "run", data, run__steps=4, run__fresh=True))
     assert report["status"] == "finished" and report["resumed_from"] is None
     assert (tmp_path / "run.previous" / MARKER).exists()
