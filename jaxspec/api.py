@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import numbers
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +86,17 @@ class Engine:
             if getattr(self.tokenizer, "chat_template", None):
                 return self._codec.chat([{"role": "user", "content": prompt}])
             return self._codec.encode(prompt)
-        if prompt and isinstance(prompt[0], Mapping):
+        if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+            for turn in prompt:
+                if not (
+                    isinstance(turn, Mapping) and all(isinstance(turn.get(key), str) for key in ("role", "content"))
+                ):
+                    raise RequestError(f"prompt: found the message {turn!r}, expected role and content as text")
             return self._codec.chat([dict(turn) for turn in prompt])  # type: ignore[arg-type]
-        return [operator.index(token) for token in prompt]  # type: ignore[arg-type]
+        try:
+            return [operator.index(token) for token in prompt]  # type: ignore[arg-type]
+        except TypeError as error:
+            raise RequestError(f"prompt: found {prompt!r}, expected text, messages or token ids") from error
 
     def _params(self, sampling: dict[str, Any]) -> SamplingParams:
         known = {field.name for field in dataclasses.fields(SamplingParams)}
@@ -94,7 +104,10 @@ class Engine:
             if name not in known:
                 raise RequestError(f"{name}: unknown sampling parameter, expected one of {', '.join(sorted(known))}")
         if "stop_token_ids" in sampling:
-            sampling = {**sampling, "stop_token_ids": tuple(sampling["stop_token_ids"])}
+            ids = sampling["stop_token_ids"]
+            if not isinstance(ids, Iterable) or isinstance(ids, str):
+                raise RequestError(f"stop_token_ids: found {ids!r}, expected a list of token ids")
+            sampling = {**sampling, "stop_token_ids": tuple(ids)}
         return SamplingParams(**sampling)
 
     def _answer(self, done: Completion, params: SamplingParams) -> Answer:
@@ -122,19 +135,32 @@ def load(
     """
     import jax
 
+    if not isinstance(target, (str, Path)):
+        raise ConfigError(f"target: found {target!r}, expected a folder, a file or a name")
     dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     loaded = load_target(target, dtype=dtype)
     keys = {field.name for field in dataclasses.fields(DraftOptions)}
     options = DraftOptions(**{name: runner.pop(name) for name in list(runner) if name in keys})
+    for name in runner:
+        if name not in _RUNNER:
+            raise ConfigError(f"{name}: unknown option, expected one of {', '.join(sorted({*keys, *_RUNNER}))}")
     draft = None
     if drafter is None and options != DraftOptions():
-        raise ConfigError(f"{options}: found options of a drafter, expected a drafter to go with them")
+        changed = [key for key in sorted(keys) if getattr(options, key) != getattr(DraftOptions(), key)]
+        raise ConfigError(f"{', '.join(changed)}: found options of a drafter, expected a drafter to go with them")
     if drafter is not None:
         draft, runner["num_proposals"] = open_drafter(drafter, loaded, options, dtype)
     tokenizer = load_tokenizer(loaded.directory)
     return Engine(loaded, draft, tokenizer, num_slots=num_slots, max_context=max_context, **runner)
 
 
+_RUNNER = [name for name in inspect.signature(SlotRunner).parameters if name not in ("target", "draft")]
+
+
 def _is_prompt(prompts: Any) -> bool:
-    """Whether this is one prompt and not a batch of them."""
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, Mapping)))
+    """Whether this is one prompt and not a batch of them. Raises RequestError for what is neither."""
+    if isinstance(prompts, str):
+        return True
+    if not hasattr(prompts, "__len__") or not hasattr(prompts, "__getitem__") or isinstance(prompts, Mapping):
+        raise RequestError(f"prompts: found {prompts!r}, expected text, messages, token ids, or a list of them")
+    return len(prompts) > 0 and isinstance(prompts[0], (numbers.Number, Mapping))

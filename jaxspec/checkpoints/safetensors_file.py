@@ -8,6 +8,7 @@ imported draft is exported byte for byte) and errors that say which file and whi
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 from collections.abc import Callable, Mapping
@@ -142,7 +143,7 @@ def _entry(path: Path, name: str, item: Any, base: int) -> Entry:
     if code not in DTYPES:
         raise CheckpointError(f"{path}: tensor {name!r}: found dtype {code!r}, expected one of {', '.join(DTYPES)}")
     dtype = DTYPES[code]
-    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    nbytes = math.prod(shape) * dtype.itemsize  # exact, whatever a header claims
     if last - first != nbytes:
         raise CheckpointError(
             f"{path}: tensor {name!r}: found {last - first} bytes, expected {nbytes} for {code} {list(shape)}"

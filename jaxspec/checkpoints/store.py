@@ -43,8 +43,16 @@ def read_json(path: str | os.PathLike[str], *, what: str = "a JSON object") -> d
 
 
 def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """config.json of a checkpoint folder."""
-    return read_json(_folder(directory) / "config.json", what="the model's config.json")
+    """config.json of a checkpoint folder. Raises CheckpointError where it is none, or its parts have other types."""
+    path = _folder(directory) / "config.json"
+    config = read_json(path, what="the model's config.json")
+    names = config.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise CheckpointError(f"{path}: architectures: found {names!r}, expected a list of names")
+    for key in ("dflash_config", "eagle_config", "transformer_layer_config"):
+        if config.get(key) is not None and not isinstance(config[key], dict):
+            raise CheckpointError(f"{path}: {key}: found {config[key]!r}, expected a JSON object")
+    return config
 
 
 def _folder(directory: str | os.PathLike[str]) -> Path:

@@ -44,6 +44,10 @@ def generate(
             runner.check(prompt, one)
         except RequestError as error:
             raise RequestError(f"prompts[{index}]: {error}") from error
+    if runner.live:
+        raise RequestError(
+            f"runner: {runner.live} answers are being streamed from it, expected none; finish or close them first"
+        )
     done: dict[int, Completion] = {}
     running: dict[int, tuple[int, list[int], list[int], list[int]]] = {}
     waiting = iter(range(len(prompts)))

@@ -61,6 +61,10 @@ class SamplingParams:
         counted = self.logprobs is None or (_is_int(self.logprobs) and self.logprobs >= 0)
         _expect("logprobs", self.logprobs, "nothing, or how many ids beside the chosen one", counted)
         _expect("prompt_logprobs", True, "logprobs to be set", not self.prompt_logprobs or self.logprobs is not None)
+        _expect(
+            "prompt_logprobs", "max_new_tokens 0", "at least 1", not (self.prompt_logprobs and not self.max_new_tokens)
+        )
+        _expect("rules", self.rules, "LogitRules", isinstance(self.rules, LogitRules))
         self.rules.validate(vocab_size, self.max_new_tokens)
 
 

@@ -265,6 +265,8 @@ def _print_fields(client: Client, args: argparse.Namespace) -> int:
 
 def _print_answer(client: Client, args: argparse.Namespace) -> int:
     prompt: Prompt
+    if args.system is not None and args.chat is None:
+        raise RequestError("--system: found a system turn, expected --chat with it")
     if args.chat is not None:
         system = [] if args.system is None else [{"role": "system", "content": args.system}]
         prompt = [*system, {"role": "user", "content": args.chat}]

@@ -259,3 +259,19 @@ def test_a_file_that_changes_while_it_is_read(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(CheckpointError, match="the file changed while it was read"):
         safetensors_file.read_tensor(header, "x")
+
+
+@pytest.mark.parametrize(
+    "config", [{"architectures": 5}, {"architectures": [["x"]]}, {"architectures": [{}]}, {"dflash_config": [1]}]
+)
+def test_a_config_of_other_types_is_named(tmp_path, config):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=next(iter(config))):
+        read_config(tmp_path)
+
+
+def test_a_header_that_claims_more_than_any_file_is_named(tmp_path):
+    header = json.dumps({"x": {"dtype": "F32", "shape": [2**70], "data_offsets": [0, 4]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 4)
+    with pytest.raises(CheckpointError, match="tensor 'x'"):
+        TensorFolder(tmp_path)
