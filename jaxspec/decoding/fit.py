@@ -28,7 +28,7 @@ def check_options(acceptance: Any, confidence_threshold: Any, eos_token_ids: Ite
         raise ConfigError(problem("engine.acceptance", acceptance, f"one of {', '.join(MODES)}"))
     # a NaN compares false with everything, so it would never stop a proposal
     if not (isinstance(confidence_threshold, numbers.Real) and 0 <= float(confidence_threshold) <= 1):
-        raise ConfigError(problem("confidence_threshold", confidence_threshold, "a number from 0 to 1"))
+        raise ConfigError(problem("engine.confidence_threshold", confidence_threshold, "a number from 0 to 1"))
     for token in eos_token_ids:
         whole = isinstance(token, numbers.Integral) and not isinstance(token, bool)
         if not (whole and 0 <= token < vocab_size):

@@ -114,7 +114,7 @@ def test_a_threshold_without_a_confidence_or_out_of_range_is_an_error() -> None:
         with pytest.raises(ConfigError, match=rf"confidence_threshold: found 0\.5, expected 0: the {name} drafter"):
             runner.warm_up()
     for wrong in (-0.1, 1.5, float("nan")):
-        with pytest.raises(ConfigError, match=r"engine\.confidence_threshold: found .*, expected 0 \(off\) to 1"):
+        with pytest.raises(ConfigError, match=r"engine\.confidence_threshold: found .*, expected a number from 0 to 1"):
             SlotRunner(TARGET, None, num_slots=1, max_context=32, confidence_threshold=wrong)
 
 
