@@ -136,7 +136,7 @@ def test_pinned_requests_are_verified_in_full_whatever_the_neighbours_want() -> 
 
 def test_limits_that_contradict_each_other_are_refused() -> None:
     for wrong in ((3, 4, 2), (3, 1, 5), (3, -1, 0)):
-        with pytest.raises(ConfigError, match="min_rows"):
+        with pytest.raises(ConfigError, match="min_verify_rows"):
             Schedule(*wrong)
 
 

@@ -296,7 +296,7 @@ def test_B51_control_features_shifted_in_training_are_useless_when_served():
 
 @pytest.mark.ci
 def test_B50_control_a_context_with_the_anchors_own_feature_trains_and_fails_when_served(monkeypatch):
-    def leaking(anchors, keep, block, context, window):
+    def leaking(anchors, keep, block, context, window, starts=None):
         return (jnp.arange(context) <= anchors[:, :, None, None]) & keep[:, :, None, None] & jnp.ones((block, 1), bool)
 
     with monkeypatch.context() as patched:

@@ -98,7 +98,7 @@ def test_B50_control_context_with_the_anchors_own_feature_trains_and_fails_when_
     _, honest = world.train(drafter, 1, steps=60)
     assert honest < 0.5
 
-    def leaking(anchors, keep, block, context, window):
+    def leaking(anchors, keep, block, context, window, starts=None):
         return (jnp.arange(context) <= anchors[:, :, None, None]) & keep[:, :, None, None] & jnp.ones((block, 1), bool)
 
     with monkeypatch.context() as patched:

@@ -257,6 +257,6 @@ def test_starting_from_weights_is_not_resuming(tmp_path, data):
 
 @pytest.mark.ci
 def test_drafter_of_another_method_is_refused(tmp_path, data):
-    first, _ = train(world.config(tmp_path / "one", data, run__steps=4))
+    first, _ = train(world.config(tmp_path / "one", data, "dspark", run__steps=4))
     with pytest.raises(ConfigError, match=r"drafter\.method"):
-        train(world.config(tmp_path / "two", data, "dspark", drafter__source=first["export"]))
+        train(world.config(tmp_path / "two", data, drafter__source=first["export"]))
