@@ -37,11 +37,11 @@ def _pytest(python: str, *more: str) -> tuple[str, ...]:
 
 def stages() -> list[Stage]:
     return [
-        Stage("setup", ("make", "--no-print-directory", "setup"), 200, needed=True),
-        Stage("setup-312", ("make", "--no-print-directory", "setup-312"), 200),
+        Stage("setup", ("make", "--no-print-directory", "setup"), 150, needed=True),
+        Stage("setup-312", ("make", "--no-print-directory", "setup-312"), 150),
         Stage("lint", ("make", "--no-print-directory", "lint"), 100),
-        Stage("tests", _pytest(PYTHON, "--durations=25"), 2040),
-        Stage("fast tests on 3.12", _pytest(PYTHON312, "-m", "not ci"), 420, only_if=".venv-3.12/.stamp-setup"),
+        Stage("tests", _pytest(PYTHON, "--durations=25"), 2260),
+        Stage("fast tests on 3.12", _pytest(PYTHON312, "-m", "not ci"), 300, only_if=".venv-3.12/.stamp-setup"),
         Stage("slow results", (PYTHON, "tools/slow_results.py", "stale"), 20),
     ]
 
