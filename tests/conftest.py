@@ -101,7 +101,7 @@ class _SlowReport:
         result = {
             "name": self.name,
             "outcome": "passed" if exitstatus == 0 else "failed",
-            "commit": _git("rev-parse", "HEAD"),
+            "commit": os.environ.get("SOURCE_COMMIT") or _git("rev-parse", "HEAD"),
             "uncommitted_changes": bool(_git("status", "--porcelain")),
             "covers": sorted(set(self.covers)) or ["jaxspec", "pallas_kernels"],
             "seeds": [value for key, value in recorded if key == "seed"],
