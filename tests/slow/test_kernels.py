@@ -1,7 +1,7 @@
 """`make test-slow-kernels`: random cases of every kernel against its reference or oracle, over few compiled shapes.
 
-Without a GPU the kernels run in interpret mode, 200 cases each; on a machine that has one, the same command with
-JAX_PLATFORMS=cuda,cpu runs 2,000 cases of each GPU kernel on it.
+The kernels run in interpret mode, 200 cases each. `make test-slow-kernels-gpu` with JAX_PLATFORMS=cuda,cpu runs 2,000
+cases of each GPU kernel on a machine that has one.
 """
 
 from __future__ import annotations
@@ -121,17 +121,29 @@ def run_cases(kernel: str, name: str, count: int, record: Callable[[str, Any], N
     assert not wrong, wrong[:5]
 
 
-@pytest.mark.slow("kernels", covers=("pallas_kernels",))
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("name", ["tpu", "gpu"])
-def test_B62_B64_random_cases(kernel: str, name: str, record_property: Callable[[str, Any], None]) -> None:
-    on_gpu = jax.default_backend() == "gpu"
-    if name not in KERNELS[kernel][1] or (on_gpu and name == "tpu"):
-        return
-
+def _record(record_property: Callable[[str, Any], None]) -> Callable[[str, Any], None]:
     def record(key: str, value: Any) -> None:
         print(f"{key}: {value}", flush=True)
         record_property(key, value)
 
     record("seed", SEED)
-    run_cases(kernel, name, 2000 if on_gpu else 200, record)
+    return record
+
+
+@pytest.mark.slow("kernels", covers=("pallas_kernels",))
+@pytest.mark.parametrize(
+    ("kernel", "name"), [(kernel, name) for kernel, (_, names, _) in KERNELS.items() for name in names]
+)
+def test_B62_B64_random_cases(kernel: str, name: str, record_property: Callable[[str, Any], None]) -> None:
+    run_cases(kernel, name, 200, _record(record_property))
+
+
+@pytest.mark.slow("kernels-gpu", covers=("pallas_kernels",))
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("kernel", [kernel for kernel, (_, names, _) in KERNELS.items() if "gpu" in names])
+def test_B62_B64_random_cases_on_the_gpu(kernel: str, record_property: Callable[[str, Any], None]) -> None:
+    device = jax.devices()[0]
+    assert device.platform == "gpu", f"found {device.platform}, expected a GPU: run with JAX_PLATFORMS=cuda,cpu"
+    record = _record(record_property)
+    record("device", device.device_kind)
+    run_cases(kernel, "gpu", 2000, record)
