@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from jaxspec.decoding.logprobs import Logprobs, logprobs
@@ -83,28 +84,52 @@ class RoundInput:
     seeds: UInt32[Array, "R 2"]  # low and high word
     samples: Int[Array, "R"]
     sampling: SlotSampling
-    logprobs: Bool[Array, "R"]  # whether the request wants them
+    logprobs: Bool[Array, "R"] | None  # whether the request wants them; None: nobody does
     confidence: Float[Array, "R m"] | None = None  # observed, for methods that have none (with a schedule)
-    rules: Rules | None = None
+    rules: Rules | None = None  # None: nobody has any, and no history is kept
     prefill: PrefillRows | None = None
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RaggedOutput:
+    """What a round says. Its `words` go to the host in one piece, for `read`."""
+
+    words: Int[Array, "n"]
+    confidence: Float[Array, "slots m"] | None  # None where the method has none, or nobody plans by it
+    logprobs: Logprobs | None = None  # of the new tokens; zeros unless a request wants them
+    first_logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None  # row i of C: of the prompt's token behind it
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
     """New tokens of each request, the first `counts` of `tokens`, and the first token of each prompt that ended.
 
     A `counts` of 0 for a decoding request says that its pages have no room for another token.
     """
 
-    tokens: Int[Array, "R m1"]
-    counts: Int[Array, "R"]
-    verified: Int[Array, "R"]  # proposals that the target looked at
-    confidence: Float[Array, "slots m"] | None  # None where the method has none
-    first: Int[Array, "S"]
-    logprobs: Logprobs | None = None  # of `tokens`; zeros unless a request wants them
-    first_logprobs: Logprobs | None = None
-    prompt_logprobs: Logprobs | None = None  # row i of C: of the prompt's token behind it
+    tokens: Int[Any, "R m1"]
+    counts: Int[Any, "R"]
+    verified: Int[Any, "R"]  # proposals that the target looked at
+    first: Int[Any, "S"]
+
+    @staticmethod
+    def size(requests: int, width: int, pieces: int) -> int:
+        """Words of R requests, `width` = m + 1 and S pieces."""
+        return requests * (width + 2) + pieces
+
+    def pack(self) -> Int[Array, "n"]:
+        """As one array."""
+        parts = (self.tokens, self.counts, self.verified, self.first)
+        return jnp.concatenate([part.astype(jnp.int32).reshape(-1) for part in parts])
+
+    @classmethod
+    def read(cls, words: np.ndarray, requests: int, width: int) -> Results:
+        """What was packed of R requests and `width` = m + 1."""
+        ends = np.cumsum([requests * width, requests, requests])
+        tokens, counts, verified, first = np.split(words, ends)
+        return cls(tokens.reshape(requests, width), counts, verified, first)
 
 
 @jax.tree_util.register_dataclass
@@ -201,20 +226,18 @@ class RaggedProgram(Program):
         if accepted.path is not None:  # log probabilities follow the accepted path
             path = jnp.pad(accepted.path, ((0, 0), (1, 0)))
             logits = jnp.take_along_axis(logits, path[..., None], axis=1)
-        wanted = jnp.any(inputs.logprobs)
+        wanted = None if inputs.logprobs is None else jnp.any(inputs.logprobs)
         values = self._logprobs(wanted, lambda: (logits, tokens), tokens.shape)
         start = Started(state, jnp.zeros(0, jnp.int32))
         if inputs.prefill is not None and pending.pieces is not None:
             start = self._start(weights, state, view, inputs, inputs.prefill, pending, masks)
-        confidence = proposal.confidence
+        confidence = None if self.schedule is None else proposal.confidence
         if confidence is not None:
             confidence = jnp.pad(confidence.astype(jnp.float32), ((0, self.num_slots - requests), (0, 0)))
+        results = Results(_widen(tokens, m + 1), counts, jnp.where(view.slots.live, lengths, 0), start.tokens)
         return start.state, RaggedOutput(
-            tokens=_widen(tokens, m + 1),
-            counts=counts,
-            verified=jnp.where(view.slots.live, lengths, 0),
+            words=results.pack(),
             confidence=confidence,
-            first=start.tokens,
             logprobs=values,
             first_logprobs=start.logprobs,
             prompt_logprobs=start.prompt_logprobs,
@@ -271,9 +294,8 @@ class RaggedProgram(Program):
             pieces = dataclasses.replace(pieces, owners=prefill.slots)
             flat = jnp.concatenate([flat, jnp.where(pieces.valid, prefill.tokens, 0)])
             layouts, positions = (layout, pieces), jnp.concatenate([positions, pieces.positions])
-        out = self.decoder.forward(
-            weights.target, flat, positions, PagedParts(layouts), state.target, self.drafter.taps
-        )
+        attention = PagedParts(layouts, self.attention)
+        out = self.decoder.forward(weights.target, flat, positions, attention, state.target, self.drafter.taps)
         return pieces, out
 
     def _start(
@@ -296,7 +318,7 @@ class RaggedProgram(Program):
         logits = self.decoder.logits(weights.target, hidden[at])
         ends = prefill.final & (prefill.counts > 0)
         processed, history = logits, state.history
-        if history is not None:
+        if history is not None and inputs.rules is not None:
             history = _note_prompt(history, prefill, pieces)
             rules = jax.tree.map(of, self._with(history, inputs))
             nothing = jnp.zeros((prefill.slots.shape[0], 0), jnp.int32)
@@ -313,11 +335,11 @@ class RaggedProgram(Program):
             weights.draft, weights.shared, state.draft, Rows(features, prefill.tokens, following), pieces
         )
         put = lambda whole, part: whole.at[prefill.slots].set(part, mode="drop")  # noqa: E731
-        if history is not None:
+        if history is not None and inputs.rules is not None:
             counts = history.counts.at[prefill.slots, first].add(ends.astype(jnp.int32), mode="drop")
             emitted = history.emitted.at[prefill.slots].add(ends.astype(jnp.int32), mode="drop")
             history = dataclasses.replace(history, counts=counts, emitted=emitted)
-        wanted = jnp.any(of(inputs.logprobs) & (prefill.counts > 0))
+        wanted = None if inputs.logprobs is None else jnp.any(of(inputs.logprobs) & (prefill.counts > 0))
         rows_of_prompt = lambda: (self.decoder.logits(weights.target, hidden), following)  # noqa: E731
         return Started(
             EngineState(put(state.anchors, first), put(state.positions, end), state.target, draft, history),
@@ -334,14 +356,14 @@ class RaggedProgram(Program):
         return SlotRules(**own, **seen)
 
     def _rules(self, state: EngineState, inputs: RoundInput) -> SlotRules | None:
-        return None if state.history is None else self._with(state.history, inputs)
+        return None if state.history is None or inputs.rules is None else self._with(state.history, inputs)
 
     def _logprobs(
-        self, wanted: Bool[Array, ""], rows: Callable[[], tuple[Array, Array]], shape: tuple[int, ...]
+        self, wanted: Bool[Array, ""] | None, rows: Callable[[], tuple[Array, Array]], shape: tuple[int, ...]
     ) -> Logprobs | None:
         """Of raw logits and the tokens behind them, computed only if somebody wants them."""
         top = self.max_logprobs
-        if top is None:
+        if top is None or wanted is None:
             return None
 
         def nothing() -> Logprobs:

@@ -17,19 +17,21 @@ from typing import Any
 import jax
 
 from jaxspec.decoding.compilations import CompilationCounter
-from jaxspec.decoding.fit import check_draft, check_options, check_proposals, check_sizes
+from jaxspec.decoding.fast import Fast, with_attention
+from jaxspec.decoding.fit import check_draft, check_options, check_proposals, check_sizes, shared_tables
+from jaxspec.decoding.parcel import Parcel
 from jaxspec.decoding.plan import Schedule
-from jaxspec.decoding.ragged import RaggedProgram, RoundInput
+from jaxspec.decoding.ragged import RaggedOutput, RaggedProgram, Results
 from jaxspec.decoding.request import SamplingParams
 from jaxspec.decoding.round import Weights
 from jaxspec.decoding.runner import DraftLike, Event, TargetLike, TokenLogprob
-from jaxspec.drafters.base import Shared
 from jaxspec.drafters.none import NoDrafter
 from jaxspec.errors import ConfigError, RequestError, problem
+from jaxspec.models.packed import pack
 from jaxspec.serving.buckets import round_up, slot_grid
 from jaxspec.serving.cost import CostTable
 from jaxspec.serving.drafting import Drafting
-from jaxspec.serving.executables import Executables
+from jaxspec.serving.executables import Executables, every_shape
 from jaxspec.serving.grammar import Grammar, GrammarCompiler
 from jaxspec.serving.pages import PageAllocator, PageLease, rows_in_flight
 from jaxspec.serving.prefix import PrefixCache
@@ -79,6 +81,9 @@ class Engine:
         codec: Codec | None = None,
         grammars: GrammarCompiler | None = None,
         cache_fill: float = 0.0,
+        attention: str = "auto",
+        pack_weights: bool | None = None,
+        bare_rounds: bool | None = None,
     ):
         sizes = {"num_slots": num_slots, "max_context": max_context, "prefill_chunk": prefill_chunk}
         check_sizes({**sizes, "prefill_pieces": prefill_pieces, "page_size": page_size})
@@ -93,27 +98,18 @@ class Engine:
         if drafter.tree_nodes and cost_table is not None:
             raise ConfigError(problem("engine.cost_table", "a table", "null: a tree is verified whole"))
         max_context = min(max_context, decoder.config.max_position)
-        embedding, head = getattr(draft, "embedding", None), getattr(draft, "head", None)
-        shared = Shared(
-            decoder.embedding(target.params) if embedding is None else embedding,
-            decoder.head(target.params) if head is None else head,
-        )
+        shared = shared_tables(target, draft)
+        self._device = next(iter(shared.embedding.devices()))
+        fast = Fast.on(self._device, attention, pack_weights, bare_rounds)
+        self._bare = fast.bare
         proposals = drafter.num_proposals if num_proposals is None else num_proposals
         scheduled = cost_table is not None and proposals > 0
         limits = Schedule(proposals, min_verify_rows, max_verify_rows or 0) if scheduled else None
         self.program = RaggedProgram(
-            decoder,
-            drafter,
-            max_context,
-            num_slots,
-            page_size,
-            acceptance=acceptance,
-            confidence_threshold=confidence_threshold,
-            num_proposals=num_proposals,
-            schedule=limits,
-            rules=rules,
-            max_logprobs=max_logprobs,
-        )
+            decoder, with_attention(drafter, fast.attention), max_context, num_slots, page_size,
+            acceptance=acceptance, confidence_threshold=confidence_threshold, num_proposals=num_proposals,
+            schedule=limits, rules=rules, max_logprobs=max_logprobs, attention=fast.attention,
+        )  # fmt: skip
         if grammars is not None and not rules:
             raise ConfigError(problem("engine.grammar", expected="engine.rules to be on"))
         if grammars is not None and drafter.tree_nodes:
@@ -125,19 +121,21 @@ class Engine:
         if num_pages < least:
             wanted = f"at least {least}, for max_context {max_context}"
             raise ConfigError(problem("engine.num_pages", num_pages, wanted))
-        self.weights = Weights(target.params, draft.params if draft is not None else {}, shared)
+        params = pack(target.params, decoder.config) if fast.packed else target.params
+        self.weights = Weights(params, draft.params if draft is not None else {}, shared)
         self._allocator = PageAllocator(num_pages, page_size)
         self._cache = PrefixCache(self._allocator, lookahead=getattr(drafter, "context_lookahead", 0))
         self._share = prefix_cache and getattr(drafter, "context_in_pages", True)
         self._slot_buckets = slot_grid(num_slots, slot_buckets)
-        self._device = next(iter(shared.embedding.devices()))
         written = max(proposals, drafter.tree_nodes) + 1
         self._inputs = RoundInputs(self.program, prefill_chunk, prefill_pieces, proposals + 1, written, self._device)
         self._drafting = Drafting(
             num_slots, proposals, table=cost_table, schedule=limits, shares=row_shares, align=align,
             pause=pause_drafting, clock=clock, read=self._host,
         )  # fmt: skip
-        self._executables = Executables(self.program, self.shapes(), self._inputs, grammars is not None)
+        grid = self._drafting.row_grid if proposals else lambda slots: ()
+        shapes = every_shape(self._slot_buckets, prefill_chunk, grid, fast.bare)
+        self._executables = Executables(self.program, shapes, self._inputs, grammars is not None, fast.recycle)
         self._clock = clock
         self._terms = Terms(self.program, frozenset(eos), codec, grammars)
         self._lag = 1 if overlap else 0
@@ -154,19 +152,9 @@ class Engine:
 
     # -- start-up -----------------------------------------------------------------------------------------------------
 
-    def shapes(self) -> list[Shape]:
-        """Every executable that a round may take."""
-        found = set()
-        for slots in self._slot_buckets:
-            for prefill in (0, self._inputs.chunk):
-                found.add(Shape(slots, slots, False, prefill))
-                if self.num_proposals:
-                    found |= {Shape(slots, rows, True, prefill) for rows in self._drafting.row_grid(slots)}
-        return sorted(found)
-
     @property
     def num_executables(self) -> int:
-        """Programs that `warm_up` compiles: one a shape, three where grammars may be asked for."""
+        """Programs that `warm_up` compiles."""
         return self._executables.count
 
     def warm_up(self, progress: Callable[[str, float], None] | None = None) -> list[tuple[str, float]]:
@@ -177,21 +165,22 @@ class Engine:
             return []
         times = self._executables.compile(self.weights, self._state, self._drafting.observed, progress)
         self._drafting.confident = self._executables.confident
-        for shape in self._executables.shapes:  # whatever is set up lazily is set up here, not under a user
+        for shape in self._executables.shapes:  # lazy set-ups happen here, not under a user
             inputs = self._inputs.round(shape, observed=self._drafting.observed(shape.slots))
-            self._host(self._run(shape, inputs).counts)
-            if self._terms.grammars is not None:
+            for _ in range(2):  # the second makes a CUDA graph
+                self._results(self._run(shape, inputs), shape.slots)
+            if self._terms.grammars is not None and not shape.bare:
                 self._run_masked(shape, inputs, [], [])
         jax.block_until_ready(self._state)
         self._compilations.reset()
         self.reads = 0
         return times
 
-    def _run(self, shape: Shape, inputs: RoundInput) -> Any:
-        self._state, output = self._executables.whole(shape)(self.weights, self._state, inputs)
+    def _run(self, shape: Shape, inputs: Parcel) -> Any:
+        self._state, output = self._executables.run(shape, self.weights, self._state, inputs)
         return output
 
-    def _run_masked(self, shape: Shape, inputs: RoundInput, decoding: list[Request], pieces: list[Piece]) -> Any:
+    def _run_masked(self, shape: Shape, inputs: Parcel, decoding: list[Request], pieces: list[Piece]) -> Any:
         """The round in two halves. While the target runs, the rounds in flight are read, since a matcher moves by
         emitted tokens, and the masks are built."""
         self._state, pending = self._executables.first_half(shape)(self.weights, self._state, inputs)
@@ -324,7 +313,7 @@ class Engine:
         """Starts a round for whoever has pages for it; False if there is nobody."""
         before = self.preemptions
         decoding = self._reserve_decoding()
-        # Pages that were just taken from a request are not given back to it in the same breath.
+        # Pages just taken from a request are not given back to it in the same breath.
         pieces = list(self._prefill_pieces()) if self.preemptions == before else []
         if not decoding and not pieces:
             return False
@@ -334,7 +323,8 @@ class Engine:
         prefill = self._inputs.chunk if pieces else 0
         drafters, as_switched = self._drafting.drafters(decoding, slots)
         budget, rows = self._drafting.plan(decoding, drafters, slots, prefill)
-        shape = Shape(slots, rows if drafters else slots, bool(drafters), prefill)
+        bare = self._bare and all(request.bare for request in taking_part)
+        shape = Shape(slots, rows if drafters else slots, bool(drafters), prefill, bare)
         observed = self._drafting.observed(slots)
         inputs = self._inputs.round(shape, decoding, drafters, pieces, budget, observed)
         began = self._clock()
@@ -354,7 +344,7 @@ class Engine:
             request.unread += 1
         rows_read = [(request, request.epoch) for request in decoding]
         proposing = frozenset(request.handle for request in drafters)
-        self._flights.append(Flight(output, rows_read, pieces, proposing, began, as_switched))
+        self._flights.append(Flight(output, slots, rows_read, pieces, proposing, began, as_switched))
         self.rounds += 1
         self.drafted_rounds += shape.drafting
         nodes = self.program.drafter.tree_nodes
@@ -428,14 +418,18 @@ class Engine:
         self.reads += 1
         return jax.device_get(value)
 
+    def _results(self, output: RaggedOutput, slots: int) -> Results:
+        results = Results.read(self._host(output.words), slots, self._inputs.rows_each)
+        self._executables.give_back(output)
+        return results
+
     def _read(self, flight: Flight) -> None:
-        output = flight.output
-        tokens, counts, verified, first = self._host((output.tokens, output.counts, output.verified, output.first))
-        self._drafting.time(flight, int(counts.sum()))
+        output, results = flight.output, self._results(flight.output, flight.slots)
+        self._drafting.time(flight, int(results.counts.sum()))
         members = [piece.request for piece in flight.pieces] + [request for request, _ in flight.rows]
         if any(request.params.logprobs is not None for request in members):
-            said = self._host((output.logprobs, output.first_logprobs, output.prompt_logprobs))
-            round_logprobs, first_logprobs, of_prompts = said
+            wanted = (output.logprobs, output.first_logprobs, output.prompt_logprobs)
+            round_logprobs, first_logprobs, of_prompts = self._host(wanted)
         else:
             round_logprobs = first_logprobs = of_prompts = None
         for piece in flight.pieces:
@@ -445,7 +439,7 @@ class Engine:
             if request.params.prompt_logprobs and not request.emitted:
                 request.prompt_logprobs += prompt_logprobs(piece, of_prompts)
             if piece.final and not request.emitted:
-                new = [int(first[piece.index])]
+                new = [int(results.first[piece.index])]
                 said = token_logprobs(request, first_logprobs, slice(piece.index, piece.index + 1), new)
                 prompt, request.prompt_logprobs = tuple(request.prompt_logprobs), []
                 self._emit(request, new, said, from_round=False, prompt_logprobs=prompt)
@@ -454,12 +448,12 @@ class Engine:
             if request.epoch != epoch or request.phase is Phase.ENDED:
                 continue
             request.unread -= 1
-            count = int(counts[request.slot])
+            count, verified = int(results.counts[request.slot]), int(results.verified[request.slot])
             request.lease.commit(count)
-            finished.append((request, int(verified[request.slot]), max(count - 1, 0)))
-            new = tokens[request.slot, :count].tolist()
+            finished.append((request, verified, max(count - 1, 0)))
+            new = results.tokens[request.slot, :count].tolist()
             said = token_logprobs(request, round_logprobs, request.slot, new)
-            self._emit(request, new, said, accepted=max(count - 1, 0), proposed=int(verified[request.slot]))
+            self._emit(request, new, said, accepted=max(count - 1, 0), proposed=verified)
         self._drafting.note(flight, finished)
 
     def _emit(self, request: Request, tokens: list[int], logprobs: list[TokenLogprob], **about: Any) -> None:
