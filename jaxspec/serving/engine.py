@@ -45,8 +45,8 @@ class Engine:
     Not thread-safe: one thread owns it. `overlap` dispatches a round before the last one was read. A cost table turns
     on DSpark's budgets, by the drafter's confidence or, where it has none, by what was accepted so far; `align` fills
     the bucket that a budget needs anyway. `pause_drafting` stops drafting for a request or a load where it was measured
-    to lose (`clock` in seconds). Construction raises ConfigError for an option out of range and for a drafter that was
-    made for another target.
+    to lose (`clock` in seconds). `newest` is the last round's shape. Construction raises ConfigError for an option out
+    of range and for a drafter that was made for another target.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class Engine:
         codec: Codec | None = None,
         grammars: GrammarCompiler | None = None,
         cache_fill: float = 0.0,
+        program: Callable[..., RaggedProgram] = RaggedProgram,
     ):
         sizes = {"num_slots": num_slots, "max_context": max_context, "prefill_chunk": prefill_chunk}
         check_sizes({**sizes, "prefill_pieces": prefill_pieces, "page_size": page_size})
@@ -101,7 +102,7 @@ class Engine:
         proposals = drafter.num_proposals if num_proposals is None else num_proposals
         scheduled = cost_table is not None and proposals > 0
         limits = Schedule(proposals, min_verify_rows, max_verify_rows or 0) if scheduled else None
-        self.program = RaggedProgram(
+        self.program = program(
             decoder,
             drafter,
             max_context,
@@ -133,14 +134,14 @@ class Engine:
         self._device = next(iter(shared.embedding.devices()))
         written = max(proposals, drafter.tree_nodes) + 1
         self._inputs = RoundInputs(self.program, prefill_chunk, prefill_pieces, proposals + 1, written, self._device)
-        self._drafting = Drafting(
+        self.drafting = Drafting(
             num_slots, proposals, table=cost_table, schedule=limits, shares=row_shares, align=align,
             pause=pause_drafting, clock=clock, read=self._host,
         )  # fmt: skip
         self._executables = Executables(self.program, self.shapes(), self._inputs, grammars is not None)
-        self._clock = clock
+        self._clock, self.newest = clock, Shape(0, 0, False, 0)
         self._terms = Terms(self.program, frozenset(eos), codec, grammars)
-        self._lag = 1 if overlap else 0
+        self.lag = int(overlap)
         self._slots: list[Request | None] = [None] * num_slots
         self._flights: collections.deque[Flight] = collections.deque()
         self._pending: collections.deque[Event] = collections.deque()
@@ -161,7 +162,7 @@ class Engine:
             for prefill in (0, self._inputs.chunk):
                 found.add(Shape(slots, slots, False, prefill))
                 if self.num_proposals:
-                    found |= {Shape(slots, rows, True, prefill) for rows in self._drafting.row_grid(slots)}
+                    found |= {Shape(slots, rows, True, prefill) for rows in self.drafting.row_grid(slots)}
         return sorted(found)
 
     @property
@@ -175,10 +176,10 @@ class Engine:
         """
         if self._executables.ready:
             return []
-        times = self._executables.compile(self.weights, self._state, self._drafting.observed, progress)
-        self._drafting.confident = self._executables.confident
+        times = self._executables.compile(self.weights, self._state, self.drafting.observed, progress)
+        self.drafting.confident = self._executables.confident
         for shape in self._executables.shapes:  # whatever is set up lazily is set up here, not under a user
-            inputs = self._inputs.round(shape, observed=self._drafting.observed(shape.slots))
+            inputs = self._inputs.round(shape, observed=self.drafting.observed(shape.slots))
             self._host(self._run(shape, inputs).counts)
             if self._terms.grammars is not None:
                 self._run_masked(shape, inputs, [], [])
@@ -277,7 +278,7 @@ class Engine:
             self._pending.append(Event(handle, (), "length", from_round=False))
             return handle
         slot = self._slots.index(None)
-        self._drafting.reset(slot)
+        self.drafting.reset(slot)
         self._slots[slot] = Request(
             handle,
             slot,
@@ -296,7 +297,7 @@ class Engine:
         """Dispatches a round and reads the one before it (the same one without overlap). Returns the events since the
         last step."""
         dispatched = self._dispatch()
-        if len(self._flights) > (self._lag if dispatched else 0):
+        if len(self._flights) > (self.lag if dispatched else 0):
             self._read(self._flights.popleft())
         events = list(self._pending)
         self._pending.clear()
@@ -332,10 +333,10 @@ class Engine:
         slots = round_up(1 + max(request.slot for request in taking_part), self._slot_buckets)
         assert slots is not None
         prefill = self._inputs.chunk if pieces else 0
-        drafters, as_switched = self._drafting.drafters(decoding, slots)
-        budget, rows = self._drafting.plan(decoding, drafters, slots, prefill)
-        shape = Shape(slots, rows if drafters else slots, bool(drafters), prefill)
-        observed = self._drafting.observed(slots)
+        drafters, as_switched = self.drafting.drafters(decoding, slots, prefill)
+        budget, rows = self.drafting.plan(decoding, drafters, slots, prefill)
+        self.newest = shape = Shape(slots, rows if drafters else slots, bool(drafters), prefill)
+        observed = self.drafting.observed(slots)
         inputs = self._inputs.round(shape, decoding, drafters, pieces, budget, observed)
         began = self._clock()
         if any(request.constraint is not None for request in taking_part):
@@ -343,7 +344,7 @@ class Engine:
         else:
             output = self._run(shape, inputs)
         if drafters:
-            self._drafting.publish(output.confidence, decoding)
+            self.drafting.publish(output.confidence, decoding)
         for piece in pieces:
             piece.request.lease.commit(piece.count)
             if piece.final:
@@ -412,7 +413,7 @@ class Engine:
         if self._shares_pages(request):
             request.lease = self._cache.open(request.text)
         limit = self.max_context + self.program.drafter.tree_nodes
-        rows = len(request.text) - request.lease.committed + rows_in_flight(self._lag, self._inputs.written)
+        rows = len(request.text) - request.lease.committed + rows_in_flight(self.lag, self._inputs.written)
         if request.lease.reserve(self._allocator, rows, limit, self._cache.evict):
             request.phase = Phase.PREFILL
             self.prefix_hits += request.lease.committed > 0
@@ -431,7 +432,7 @@ class Engine:
     def _read(self, flight: Flight) -> None:
         output = flight.output
         tokens, counts, verified, first = self._host((output.tokens, output.counts, output.verified, output.first))
-        self._drafting.time(flight, int(counts.sum()))
+        self.drafting.time(flight, int(counts.sum()))
         members = [piece.request for piece in flight.pieces] + [request for request, _ in flight.rows]
         if any(request.params.logprobs is not None for request in members):
             said = self._host((output.logprobs, output.first_logprobs, output.prompt_logprobs))
@@ -460,7 +461,7 @@ class Engine:
             new = tokens[request.slot, :count].tolist()
             said = token_logprobs(request, round_logprobs, request.slot, new)
             self._emit(request, new, said, accepted=max(count - 1, 0), proposed=int(verified[request.slot]))
-        self._drafting.note(flight, finished)
+        self.drafting.note(flight, finished)
 
     def _emit(self, request: Request, tokens: list[int], logprobs: list[TokenLogprob], **about: Any) -> None:
         """Trims at the answer's end, reports, and frees the slot of a finished request."""

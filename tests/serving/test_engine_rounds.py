@@ -197,7 +197,7 @@ def seal(engine: Engine) -> Callable[[], int]:
     def sealing(executable: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: jax.tree.map(Sealed, executable(*opened(args)))
 
-    engine._host = engine._drafting._relay._read = host
+    engine._host = engine.drafting._relay._read = host
     built = engine._executables.built
     engine._executables.built = {name: sealing(executable) for name, executable in built.items()}
     return lambda: reads
