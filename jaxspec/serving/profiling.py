@@ -32,8 +32,9 @@ def nothing_stands(decoder: Any, drafter: Any, *args: Any, num_proposals: int | 
     """`Engine`'s program for a profile: every proposal that has a row is verified, none is accepted, so that contexts
     stay as long as they were."""
     m = drafter.num_proposals if num_proposals is None else num_proposals
-    said: dict[str, Any] = {"rates": (0.0,) * m, "confidence": (_CONFIDENCE,) * m, "num_proposals": num_proposals}
-    return SimulatedProgram(decoder, drafter, *args, **said, **more)
+    build: Any = SimulatedProgram
+    said = {"rates": (0.0,) * m, "confidence": (_CONFIDENCE,) * m, "num_proposals": num_proposals}
+    return build(decoder, drafter, *args, **said, **more)
 
 
 def measure(
