@@ -90,6 +90,10 @@ def build(pairs: Pairs, arguments: argparse.Namespace) -> Bench:
         "dflash": Engine(pairs.target, pairs.drafts["dflash"], pause_drafting=False, **common),
         "dspark": Engine(pairs.target, pairs.drafts["dspark"], cost_table=unmeasured(1), **common),
     }
+    for engine in engines.values():  # requests without options take these, where the device has them
+        engine.executables.shapes = [shape for shape in engine.executables.shapes if shape.bare] or (
+            engine.executables.shapes
+        )
     rng = np.random.default_rng(7)
     low, high = arguments.new_tokens // 2, arguments.new_tokens * 3 // 2
     with concurrent.futures.ThreadPoolExecutor() as pool:

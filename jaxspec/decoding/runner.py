@@ -17,11 +17,11 @@ import numpy as np
 
 from jaxspec.decoding import debug as checks
 from jaxspec.decoding.compilations import CompilationCounter
-from jaxspec.decoding.fit import check_draft, check_options, check_proposals, check_sizes
+from jaxspec.decoding.fit import check_draft, check_options, check_proposals, check_sizes, shared_tables
 from jaxspec.decoding.request import SamplingParams, validate_prompt
 from jaxspec.decoding.round import PrefillInput, Program, Weights
 from jaxspec.decoding.sampling import SlotSampling
-from jaxspec.drafters.base import Drafter, Shared
+from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.none import NoDrafter
 from jaxspec.errors import RequestError
 from jaxspec.models.decoder import Decoder
@@ -135,12 +135,7 @@ class SlotRunner:
         if draft is not None:
             check_draft(draft, decoder.config, decoder.embedding(target.params).shape[-1])
         check_proposals(drafter, num_proposals, acceptance)
-        embedding = getattr(draft, "embedding", None)
-        head = getattr(draft, "head", None)
-        shared = Shared(
-            decoder.embedding(target.params) if embedding is None else embedding,
-            decoder.head(target.params) if head is None else head,
-        )
+        shared = shared_tables(target, draft)
         build = checks.DebugProgram if debug else Program
         watched: Any = checks.Watched(drafter, decoder.config.vocab_size) if debug else drafter
         self.program = build(

@@ -17,19 +17,21 @@ from typing import Any
 import jax
 
 from jaxspec.decoding.compilations import CompilationCounter
-from jaxspec.decoding.fit import check_draft, check_options, check_proposals, check_sizes
+from jaxspec.decoding.fast import Fast, with_attention
+from jaxspec.decoding.fit import check_draft, check_options, check_proposals, check_sizes, shared_tables
+from jaxspec.decoding.parcel import Parcel
 from jaxspec.decoding.plan import Schedule
-from jaxspec.decoding.ragged import RaggedProgram, RoundInput
+from jaxspec.decoding.ragged import RaggedProgram
 from jaxspec.decoding.request import SamplingParams
 from jaxspec.decoding.round import Weights
 from jaxspec.decoding.runner import DraftLike, Event, TargetLike, TokenLogprob
-from jaxspec.drafters.base import Shared
 from jaxspec.drafters.none import NoDrafter
 from jaxspec.errors import ConfigError, RequestError, problem
+from jaxspec.models.packed import pack
 from jaxspec.serving.buckets import round_up, slot_grid
 from jaxspec.serving.cost import CostTable
 from jaxspec.serving.drafting import Drafting
-from jaxspec.serving.executables import Executables
+from jaxspec.serving.executables import Executables, every_shape
 from jaxspec.serving.grammar import Grammar, GrammarCompiler
 from jaxspec.serving.pages import PageAllocator, PageLease, rows_in_flight
 from jaxspec.serving.prefix import PrefixCache
@@ -79,6 +81,9 @@ class Engine:
         codec: Codec | None = None,
         grammars: GrammarCompiler | None = None,
         cache_fill: float = 0.0,
+        attention: str = "auto",
+        pack_weights: bool | None = None,
+        bare_rounds: bool | None = None,
         program: Callable[..., RaggedProgram] = RaggedProgram,
     ):
         sizes = {"num_slots": num_slots, "max_context": max_context, "prefill_chunk": prefill_chunk}
@@ -94,27 +99,18 @@ class Engine:
         if drafter.tree_nodes and cost_table is not None:
             raise ConfigError(problem("engine.cost_table", "a table", "null: a tree is verified whole"))
         max_context = min(max_context, decoder.config.max_position)
-        embedding, head = getattr(draft, "embedding", None), getattr(draft, "head", None)
-        shared = Shared(
-            decoder.embedding(target.params) if embedding is None else embedding,
-            decoder.head(target.params) if head is None else head,
-        )
+        shared = shared_tables(target, draft)
+        self._device = next(iter(shared.embedding.devices()))
+        fast = Fast.on(self._device, attention, pack_weights, bare_rounds)
+        self._bare = fast.bare
         proposals = drafter.num_proposals if num_proposals is None else num_proposals
         scheduled = cost_table is not None and proposals > 0
         limits = Schedule(proposals, min_verify_rows, max_verify_rows or 0) if scheduled else None
         self.program = program(
-            decoder,
-            drafter,
-            max_context,
-            num_slots,
-            page_size,
-            acceptance=acceptance,
-            confidence_threshold=confidence_threshold,
-            num_proposals=num_proposals,
-            schedule=limits,
-            rules=rules,
-            max_logprobs=max_logprobs,
-        )
+            decoder, with_attention(drafter, fast.attention), max_context, num_slots, page_size,
+            acceptance=acceptance, confidence_threshold=confidence_threshold, num_proposals=num_proposals,
+            schedule=limits, rules=rules, max_logprobs=max_logprobs, attention=fast.attention,
+        )  # fmt: skip
         if grammars is not None and not rules:
             raise ConfigError(problem("engine.grammar", expected="engine.rules to be on"))
         if grammars is not None and drafter.tree_nodes:
@@ -126,20 +122,22 @@ class Engine:
         if num_pages < least:
             wanted = f"at least {least}, for max_context {max_context}"
             raise ConfigError(problem("engine.num_pages", num_pages, wanted))
-        self.weights = Weights(target.params, draft.params if draft is not None else {}, shared)
+        params = pack(target.params, decoder.config) if fast.packed else target.params
+        self.weights = Weights(params, draft.params if draft is not None else {}, shared)
         self._allocator = PageAllocator(num_pages, page_size)
         self._cache = PrefixCache(self._allocator, lookahead=getattr(drafter, "context_lookahead", 0))
         self._share = prefix_cache and getattr(drafter, "context_in_pages", True)
         self._slot_buckets = slot_grid(num_slots, slot_buckets)
-        self._device = next(iter(shared.embedding.devices()))
         written = max(proposals, drafter.tree_nodes) + 1
         self._inputs = RoundInputs(self.program, prefill_chunk, prefill_pieces, proposals + 1, written, self._device)
         self.drafting = Drafting(
             num_slots, proposals, table=cost_table, schedule=limits, shares=row_shares, align=align,
             pause=pause_drafting, clock=clock, read=self._host,
         )  # fmt: skip
-        self._executables = Executables(self.program, self.shapes(), self._inputs, grammars is not None)
-        self._clock, self.newest = clock, Shape(0, 0, False, 0)
+        row_grid = self.drafting.row_grid if proposals else lambda slots: ()
+        shapes = every_shape(self._slot_buckets, prefill_chunk, row_grid, fast.bare)
+        self.executables = Executables(self.program, shapes, self._inputs, grammars is not None)
+        self._clock, self.newest = clock, shapes[0]
         self._terms = Terms(self.program, frozenset(eos), codec, grammars)
         self.lag = int(overlap)
         self._slots: list[Request | None] = [None] * num_slots
@@ -155,53 +153,44 @@ class Engine:
 
     # -- start-up -----------------------------------------------------------------------------------------------------
 
-    def shapes(self) -> list[Shape]:
-        """Every executable that a round may take."""
-        found = set()
-        for slots in self._slot_buckets:
-            for prefill in (0, self._inputs.chunk):
-                found.add(Shape(slots, slots, False, prefill))
-                if self.num_proposals:
-                    found |= {Shape(slots, rows, True, prefill) for rows in self.drafting.row_grid(slots)}
-        return sorted(found)
-
     @property
     def num_executables(self) -> int:
-        """Programs that `warm_up` compiles: one a shape, three where grammars may be asked for."""
-        return self._executables.count
+        """Programs that `warm_up` compiles: one a shape, three where a grammar may be asked for in it."""
+        return self.executables.count
 
     def warm_up(self, progress: Callable[[str, float], None] | None = None) -> list[tuple[str, float]]:
         """Compiles every executable, several at a time; returns their names and seconds. Called by the first `admit`
         if it was not before. What `progress` raises ends it.
         """
-        if self._executables.ready:
+        if self.executables.ready:
             return []
-        times = self._executables.compile(self.weights, self._state, self.drafting.observed, progress)
-        self.drafting.confident = self._executables.confident
-        for shape in self._executables.shapes:  # whatever is set up lazily is set up here, not under a user
+        times = self.executables.compile(self.weights, self._state, self.drafting.observed, progress)
+        self.drafting.confident = self.executables.confident
+        for shape in self.executables.shapes:  # whatever is set up lazily is set up here, not under a user
             inputs = self._inputs.round(shape, observed=self.drafting.observed(shape.slots))
-            self._host(self._run(shape, inputs).counts)
-            if self._terms.grammars is not None:
+            for _ in range(2):  # a CUDA graph is made by the second run
+                self._host(self._run(shape, inputs).counts)
+            if self._terms.grammars is not None and not shape.bare:
                 self._run_masked(shape, inputs, [], [])
         jax.block_until_ready(self._state)
         self._compilations.reset()
         self.reads = 0
         return times
 
-    def _run(self, shape: Shape, inputs: RoundInput) -> Any:
-        self._state, output = self._executables.whole(shape)(self.weights, self._state, inputs)
+    def _run(self, shape: Shape, inputs: Parcel) -> Any:
+        self._state, output = self.executables.whole(shape)(self.weights, self._state, inputs)
         return output
 
-    def _run_masked(self, shape: Shape, inputs: RoundInput, decoding: list[Request], pieces: list[Piece]) -> Any:
+    def _run_masked(self, shape: Shape, inputs: Parcel, decoding: list[Request], pieces: list[Piece]) -> Any:
         """The round in two halves. While the target runs, the rounds in flight are read, since a matcher moves by
         emitted tokens, and the masks are built."""
-        self._state, pending = self._executables.first_half(shape)(self.weights, self._state, inputs)
+        self._state, pending = self.executables.first_half(shape)(self.weights, self._state, inputs)
         while self._flights:
             self._read(self._flights.popleft())
         constrained = [request for request in decoding if request.constraint is not None]
         drafts = self._host(pending.proposal.tokens) if constrained else None
         masks = self._inputs.masks(shape, constrained, pieces, drafts)
-        finish = self._executables.second_half(shape)
+        finish = self.executables.second_half(shape)
         self._state, output = finish(self.weights, self._state, pending, inputs, masks)
         return output
 
@@ -250,7 +239,7 @@ class Engine:
     def metrics(self) -> Metrics:
         """For operators."""
         return Metrics(
-            self._executables.count, self.compile_count, self._allocator.capacity, self.held_pages, self.preemptions,
+            self.executables.count, self.compile_count, self._allocator.capacity, self.held_pages, self.preemptions,
             self.prefix_hits, self.prefix_rows, self.rounds, self.drafted_rounds, self.rows,
         )  # fmt: skip
 
@@ -335,7 +324,8 @@ class Engine:
         prefill = self._inputs.chunk if pieces else 0
         drafters, as_switched = self.drafting.drafters(decoding, slots, prefill)
         budget, rows = self.drafting.plan(decoding, drafters, slots, prefill)
-        self.newest = shape = Shape(slots, rows if drafters else slots, bool(drafters), prefill)
+        bare = self._bare and all(request.bare for request in taking_part)
+        self.newest = shape = Shape(slots, rows if drafters else slots, bool(drafters), prefill, bare)
         observed = self.drafting.observed(slots)
         inputs = self._inputs.round(shape, decoding, drafters, pieces, budget, observed)
         began = self._clock()

@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 
+from jaxspec.decoding.parcel import Parcel
 from jaxspec.decoding.ragged import EngineState, RaggedProgram
 from jaxspec.decoding.round import Weights
 from jaxspec.errors import InvariantError, problem
 from jaxspec.serving.requests import Shape
 from jaxspec.serving.round_inputs import RoundInputs
+
+
+def every_shape(
+    slot_buckets: Iterable[int], chunk: int, row_grid: Callable[[int], Iterable[int]], bare: bool
+) -> list[Shape]:
+    """What a round may take: `row_grid` of R slots are the row buckets when drafting, `chunk` a round's prefill
+    rows."""
+    found = set()
+    for slots in slot_buckets:
+        for prefill in (0, chunk):
+            found.add(Shape(slots, slots, False, prefill))
+            found |= {Shape(slots, rows, True, prefill) for rows in row_grid(slots)}
+    if bare:
+        found |= {dataclasses.replace(shape, bare=True) for shape in found}
+    return sorted(found)
 
 
 class Executables:
@@ -27,7 +44,7 @@ class Executables:
     @property
     def count(self) -> int:
         """Programs that `compile` makes."""
-        return len(self.shapes) * (3 if self._halves else 1)
+        return sum(3 if self._halves and not shape.bare else 1 for shape in self.shapes)
 
     @property
     def ready(self) -> bool:
@@ -87,12 +104,15 @@ class Executables:
         static = {"rows": shape.rows, "drafting": shape.drafting}
 
         def jit(step: Callable[..., Any], *names: str) -> Any:
-            return jax.jit(step, static_argnames=names, donate_argnums=1)
+            def opened(*arguments: Any, **static: Any) -> Any:
+                return step(*(x.open() if isinstance(x, Parcel) else x for x in arguments), **static)
+
+            return jax.jit(opened, static_argnames=names, donate_argnums=1)
 
         lowered = jit(self._program.ragged_round, *static).lower(weights, state, inputs, **static)
         self.confident |= lowered.out_info[1].confidence is not None
         yield str(shape), lowered
-        if self._halves:
+        if self._halves and not shape.bare:
             begin = jit(self._program.begin, *static).lower(weights, state, inputs, **static)
             yield f"{shape}, first half", begin
             masks = self._inputs.masks(shape)

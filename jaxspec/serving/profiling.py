@@ -63,7 +63,7 @@ def measure(
         raise ConfigError(problem("profile: context", room, f"1 to {engine.max_context - 1} tokens"))
     forced, cells, load = planner.forced_fraction, [], _Load(engine, room, seed, clock)
     try:
-        for slots in sorted({shape.slots for shape in engine.shapes()}):
+        for slots in sorted({shape.slots for shape in engine.executables.shapes}):
             for feeders in (0, min(3, -(-slots // 16))) if slots > 1 else (0,):
                 load.fill(slots - feeders, feeders)
                 for shape in _shapes(engine, slots, feeders > 0):
@@ -90,7 +90,11 @@ class _Paused(DraftSwitch):
 
 
 def _shapes(engine: Engine, slots: int, prefilling: bool) -> list[Shape]:
-    return [shape for shape in engine.shapes() if shape.slots == slots and (shape.prefill > 0) == prefilling]
+    """Those that requests without options take."""
+    every = engine.executables.shapes
+    bare = any(shape.bare for shape in every)
+    found = [shape for shape in every if shape.slots == slots and shape.bare == bare]
+    return [shape for shape in found if (shape.prefill > 0) == prefilling]
 
 
 def _pin(engine: Engine, shape: Shape, decoding: int) -> bool:
@@ -116,7 +120,7 @@ class _Load:
         self._kinds: dict[int, bool] = {}  # handle -> whether it feeds
         self._started: set[int] = set()
         self._labels: collections.deque[Shape] = collections.deque()  # of the rounds in flight
-        self._chunk = max(shape.prefill for shape in engine.shapes())
+        self._chunk = max(shape.prefill for shape in engine.executables.shapes)
 
     def fill(self, answers: int, feeders: int) -> None:
         """So many of each; the answers have all begun."""

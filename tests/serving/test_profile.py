@@ -113,7 +113,7 @@ class Clock:
             executable = built[str(shape)]
             return call
 
-        engine._executables.built = {str(shape): timed(shape) for shape in engine.shapes()}
+        engine.executables.built = {str(shape): timed(shape) for shape in engine.executables.shapes}
         return engine
 
 
@@ -134,9 +134,9 @@ def profiled() -> Engine:
 def executables(profiled: Engine) -> Iterator[dict[str, Any]]:
     """What the engine runs; a clock's wrappers are taken off again."""
     profiled.warm_up()
-    built = profiled._executables.built
+    built = profiled.executables.built
     yield built
-    profiled._executables.built, profiled.lag = built, 1
+    profiled.executables.built, profiled.lag = built, 1
 
 
 @pytest.mark.ci
@@ -197,7 +197,7 @@ def test_an_engine_plans_with_the_table_that_was_measured_on_it() -> None:
     proposed = {}
     engine = table_engine(overlap=False, pause_drafting=False, program=half, slot_buckets=(4,))
     engine.warm_up()
-    built = engine._executables.built
+    built = engine.executables.built
     for slope in (0.0, 1.0):
         clock = Clock(lambda slots, rows, drafting, prefill, slope=slope: 1.0 + slope * rows)
         clock.drive(engine, built)
