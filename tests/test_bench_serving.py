@@ -13,10 +13,21 @@ from tools.serving_pairs import split_questions
 LOAD = {"tokens_per_second", "round_ms", "tau", "ttft_s", "tpot_s", "compilations"}
 
 
-@pytest.mark.ci
+@pytest.mark.slow("bench-serving", covers=("tools/bench_serving.py", "tools/serving_pairs.py", "jaxspec/serving"))
 def test_the_bench_measures_every_method_and_judges_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "serving.json"
-    asked = ["--shape", "tiny", "--rates", "0.9,0.8,0.7,0.6,0.5,0.4,0.3", "--concurrency", "2", "--overlap", "2"]
+    asked = [
+        "--shape",
+        "smallest",
+        "--shares",
+        "0.5",
+        "--rates",
+        "0.9,0.8,0.7,0.6,0.5,0.4,0.3",
+        "--concurrency",
+        "2",
+        "--overlap",
+        "2",
+    ]
     asked += ["--profile-at", "0", "--seconds", "0.2", "--repeats", "1", "--steps", "3", "--max-context", "96"]
     asked += ["--new-tokens", "24", "--prompt-length", "12", "--chunk", "16", "--out", str(out)]
     code = bench_serving.main(asked)

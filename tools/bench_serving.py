@@ -77,6 +77,7 @@ def build(pairs: Pairs, arguments: argparse.Namespace) -> Bench:
     common: dict[str, Any] = {
         "num_slots": slots,
         "slot_buckets": tuple(arguments.concurrency),
+        "row_shares": arguments.shares,
         "max_context": arguments.max_context,
         "prefill_chunk": min(arguments.chunk, arguments.max_context),
         "prefill_pieces": arguments.pieces,
@@ -283,7 +284,7 @@ def main(argv: list[str] | None = None) -> int:
     else:
         dtype = arguments.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
         pairs = trained(arguments.target, dtype, arguments.dflash, arguments.dspark, arguments.sts)
-    settings = ("max_context", "chunk", "pieces", "new_tokens", "seconds", "repeats", "steps")
+    settings = ("max_context", "chunk", "pieces", "new_tokens", "seconds", "repeats", "steps", "shares")
     record: dict[str, Any] = {**surroundings(), **pairs.about}
     record["settings"] = {name: getattr(arguments, name) for name in settings}
 
@@ -312,6 +313,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     """Arguments, checked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     numbers = lambda text: sorted({int(word) for word in text.split(",")}) if text else []  # noqa: E731
+    fractions = lambda text: tuple(float(word) for word in text.split(","))  # noqa: E731
     parser.add_argument("--target", default="smollm2")
     parser.add_argument("--dflash", type=Path, metavar="DIR", help="an exported DFlash drafter")
     parser.add_argument("--dspark", type=Path, metavar="DIR", help="an exported DSpark drafter with a confidence head")
@@ -319,7 +321,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"))
     parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights instead, and --rates")
     parser.add_argument(
-        "--rates", default=(), type=lambda text: tuple(float(word) for word in text.split(",")),
+        "--rates", default=(), type=fractions,
         help="chance of each proposal, given that those before it stood",
     )  # fmt: skip
     parser.add_argument("--prompt-length", type=int, default=64, help="with --shape")
@@ -333,6 +335,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--new-tokens", type=int, default=160, help="a request's mean; from half of it to one and a half"
     )
+    parser.add_argument("--shares", type=fractions, default=(0.25, 0.5, 0.75), help="row buckets, of all rows")
     parser.add_argument("--chunk", type=int, default=512, help="prefill rows of a round")
     parser.add_argument("--pieces", type=int, default=8)
     parser.add_argument("--out", type=Path, default=Path("results/h200/serving.json"))

@@ -39,7 +39,18 @@ SHAPES: dict[str, dict[str, Any]] = PUBLIC | {
         "num_key_value_heads": 3,
         "tie_word_embeddings": True,
         "max_position_embeddings": 8192,
-    }
+    },
+    "smallest": {
+        "model_type": "qwen3",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+    },
 }
 
 
@@ -146,10 +157,12 @@ def random_shape(shape: str, rates: tuple[float, ...], prompt_length: int) -> Pa
     """A public target's shape in bfloat16 with random weights; proposals stand at `rates`."""
     config = ModelConfig.from_hf(SHAPES[shape])
     decoder = Decoder(config)
-    base: dict[str, Any] = {"num_layers": 5, "mask_token_id": MASK}
+    base: dict[str, Any] = {"num_layers": min(5, config.num_layers // 3), "mask_token_id": MASK}
     made = {
         "dflash": DFlash(fresh_config(config, block_size=BLOCK + 1, **base)),
-        "dspark": DSpark(fresh_config(config, block_size=BLOCK, **base), heads=MarkovConfig(rank=256)),
+        "dspark": DSpark(
+            fresh_config(config, block_size=BLOCK, **base), heads=MarkovConfig(rank=min(256, config.hidden_size))
+        ),
     }
     drafts = {
         name: Loaded(random_weights(drafter.abstract_params(jnp.bfloat16)), drafter=drafter)
