@@ -32,7 +32,7 @@ from jaxspec.decoding.request import SamplingParams
 from jaxspec.evaluation.calibration import fit_temperatures
 from jaxspec.evaluation.load import closed_loop
 from jaxspec.serving.engine import Engine
-from tools.serving_pairs import BLOCK, recorded, split_questions
+from tools.serving_pairs import BLOCK, lean, recorded, split_questions
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTEXT = 384
@@ -43,17 +43,19 @@ METHODS = {
 }
 
 
-def engine_for(target: Any, draft: Any, slots: int) -> Engine:
+def engine_for(target: Any, draft: Any, slots: int, attention: str) -> Engine:
     """One size, everything verified."""
-    return Engine(
+    engine = Engine(
         target, draft, num_slots=slots, slot_buckets=(slots,), max_context=CONTEXT, prefill_chunk=min(512, CONTEXT),
         prefill_pieces=8, prefix_cache=False, rules=False, max_logprobs=None, pause_drafting=False,
+        attention=attention,
     )  # fmt: skip
+    return lean(engine)
 
 
-def answer(target: Any, prompts: list[list[int]], new_tokens: int, slots: int, path: Path) -> int:
+def answer(engine: Engine, prompts: list[list[int]], new_tokens: int, path: Path) -> int:
     """Writes the answers as a token file; returns how many tokens they have."""
-    done = generate(engine_for(target, None, slots), prompts, SamplingParams(max_new_tokens=new_tokens))
+    done = generate(engine, prompts, SamplingParams(max_new_tokens=new_tokens))
     sequences = [list(one.prompt_ids) + list(one.tokens) for one in done]
     np.savez_compressed(
         path,
@@ -82,11 +84,11 @@ def train(target: str, data: Path, out: Path, arguments: argparse.Namespace) -> 
         sys.exit(f"training of {', '.join(failed)} failed")
 
 
-def calibrate(target: Any, out: Path, prompts: list[list[int]], slots: int) -> dict[str, Any]:
+def calibrate(target: Any, out: Path, prompts: list[list[int]], slots: int, attention: str) -> dict[str, Any]:
     """Fits and writes the temperatures; tau of both drafters on the same questions."""
     found: dict[str, Any] = {}
     for method in METHODS:
-        engine = engine_for(target, load_drafter(out / method, target), slots)
+        engine = engine_for(target, load_drafter(out / method, target), slots, attention)
         engine.warm_up()
         with recorded(engine) as rows:
             report = closed_loop(engine, prompts, [128], slots, seconds=0.0, min_rounds=160)
@@ -119,6 +121,7 @@ def main() -> int:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--slots", type=int, default=512, help="answered at once")
     parser.add_argument("--calibration-slots", type=int, default=64)
+    parser.add_argument("--attention", default="auto", help="what reads the pages, as Engine takes it")
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=75.0, help="most of each training")
@@ -137,12 +140,15 @@ def main() -> int:
     encode = lambda texts: [ids for ids in (chat_ids(tokenizer, text) for text in texts) if len(ids) <= 192]  # noqa: E731
     prompts = encode(asked)[: arguments.answers]
     slots = min(arguments.slots, len(prompts))
-    tokens = answer(target, prompts, arguments.new_tokens, slots, out / "answers.npz")
+    engine = engine_for(target, None, slots, arguments.attention)
+    tokens = answer(engine, prompts, arguments.new_tokens, out / "answers.npz")
+    del engine  # its pages are the trainings'
     said: dict[str, Any] = {"answers": len(prompts), "answer_tokens": tokens}
     print(f"{time.perf_counter() - started:.0f} s: {json.dumps(said)}", flush=True)
     train(arguments.target, out / "answers.npz", out, arguments)
     print(f"{time.perf_counter() - started:.0f} s: trained", flush=True)
-    said |= calibrate(target, out, encode(questions.calibration), arguments.calibration_slots)
+    asked_to_fit = encode(questions.calibration)
+    said |= calibrate(target, out, asked_to_fit, arguments.calibration_slots, arguments.attention)
     said["seconds"] = round(time.perf_counter() - started, 1)
     (out / "drafters.json").write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(said), flush=True)

@@ -38,7 +38,7 @@ from jaxspec.serving.cost_fit import fit, misfit
 from jaxspec.serving.engine import Engine
 from jaxspec.serving.profiling import measure
 from pallas_kernels.bench import commit
-from tools.serving_pairs import SHAPES, Pairs, random_shape, recorded, trained
+from tools.serving_pairs import SHAPES, Pairs, lean, random_shape, recorded, trained
 
 METHODS = ("none", "dflash", "dspark static", "dspark scheduled")
 WARM_ROUNDS = 150  # of the scheduled engine: what it knows of a load is as old as that
@@ -85,20 +85,17 @@ def build(pairs: Pairs, arguments: argparse.Namespace) -> Bench:
         "rules": False,
         "max_logprobs": None,
         "program": pairs.program,
+        "attention": arguments.attention,
     }
     engines = {
         "none": Engine(pairs.target, None, **common),
         "dflash": Engine(pairs.target, pairs.drafts["dflash"], pause_drafting=False, **common),
         "dspark": Engine(pairs.target, pairs.drafts["dspark"], cost_table=unmeasured(1), **common),
     }
-    for engine in engines.values():  # requests without options take these, where the device has them
-        engine.executables.shapes = [shape for shape in engine.executables.shapes if shape.bare] or (
-            engine.executables.shapes
-        )
     rng = np.random.default_rng(7)
     low, high = arguments.new_tokens // 2, arguments.new_tokens * 3 // 2
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        for future in [pool.submit(engine.warm_up) for engine in engines.values()]:
+        for future in [pool.submit(lean(engine).warm_up) for engine in engines.values()]:
             future.result()
     return Bench(pairs, arguments, engines, rng.integers(low, high + 1, 997).tolist(), DraftSwitch())
 
@@ -284,7 +281,7 @@ def main(argv: list[str] | None = None) -> int:
     else:
         dtype = arguments.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
         pairs = trained(arguments.target, dtype, arguments.dflash, arguments.dspark, arguments.sts)
-    settings = ("max_context", "chunk", "pieces", "new_tokens", "seconds", "repeats", "steps", "shares")
+    settings = ("max_context", "chunk", "pieces", "new_tokens", "seconds", "repeats", "steps", "shares", "attention")
     record: dict[str, Any] = {**surroundings(), **pairs.about}
     record["settings"] = {name: getattr(arguments, name) for name in settings}
 
@@ -337,6 +334,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--shares", type=fractions, default=(0.25, 0.5, 0.75), help="row buckets, of all rows")
     parser.add_argument("--chunk", type=int, default=512, help="prefill rows of a round")
+    parser.add_argument("--attention", default="auto", help="what reads the pages, as Engine takes it")
     parser.add_argument("--pieces", type=int, default=8)
     parser.add_argument("--out", type=Path, default=Path("results/h200/serving.json"))
     arguments = parser.parse_args(argv)

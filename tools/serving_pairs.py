@@ -122,6 +122,13 @@ def split_questions(most: int = 0) -> Questions:
     return Questions(train, calibration, bench)
 
 
+def lean(engine: Engine) -> Engine:
+    """Before its warm-up: only the executables of requests without options, where the device has them apart."""
+    shapes = engine.executables.shapes
+    engine.executables.shapes = [shape for shape in shapes if shape.bare] or shapes
+    return engine
+
+
 @dataclasses.dataclass(frozen=True)
 class Verified:
     """A round of one request in which all proposals were verified."""
