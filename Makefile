@@ -3,7 +3,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-312 demo test lint format check mutants bench-kernels conformance proto constraints clean
+.PHONY: help setup setup-312 demo test lint format check mutants bench-kernels bench-serving conformance proto constraints clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9%-]+):.*## /  make \1\t/' | expand -t 26
@@ -43,6 +43,10 @@ conformance: setup  ## every golden case of tests/golden
 
 bench-kernels: setup  ## every kernel on this machine's GPU, peers beside it; writes results/h200/kernels.json
 	@$(PY) -m pallas_kernels.bench --json results/h200/kernels.json
+
+bench-serving: setup  ## trains two drafters, then the engine under load; writes results/h200/serving.json
+	@$(PY) tools/bench_drafters.py --out out/bench
+	@$(PY) tools/bench_serving.py --dflash out/bench/dflash --dspark out/bench/dspark --sts out/bench/sts.json
 
 test-slow-%: setup  ## one long check; writes results/slow/%.json
 	@$(PY) tools/slow_results.py run $*

@@ -152,7 +152,7 @@ class Bench:
 
     def compile(self) -> float:
         """Of all executables the one that is timed; seconds."""
-        executables, drafts = self.engine._executables, self.case.draft is not None
+        executables, drafts = self.engine.executables, self.case.draft is not None
         wanted = [
             shape
             for shape in executables.shapes

@@ -77,23 +77,24 @@ class _Load:
 class DraftSwitch:
     """Whether a round of R requests drafts at all: whichever was measured to bring more tokens a second at that load.
 
-    A load is a fifth of R wide, since both speeds change with R. The loser is tried again for `trial` rounds, after
-    `first` rounds, then after twice as long each time that it loses again, up to `longest`; so what trials cost stays
-    below trial / longest of the loss. Rounds with prefill rows are not comparable, the engine does not report them.
+    A load is a fifth of R wide, since both speeds change with R; rounds that carry a prompt's chunk (`prefilling`) are
+    a load of their own, since the chunk costs the same in each of them. The loser is tried again for `trial` rounds,
+    after `first` rounds, then after twice as long each time that it loses again, up to `longest`; so what trials cost
+    stays below trial / longest of the loss.
     """
 
     def __init__(self, *, trial: int = 4, first: int = 64, longest: int = 4096, decay: float = 0.9):
         self._trial, self._first, self._longest, self._decay = trial, first, longest, decay
-        self._loads: dict[int, _Load] = {}
+        self._loads: dict[tuple[int, bool], _Load] = {}
 
-    def drafting(self, requests: int) -> bool:
+    def drafting(self, requests: int, prefilling: bool = False) -> bool:
         """For the next round."""
-        load = self._load(requests)
+        load = self._load(requests, prefilling)
         return load.drafting != (load.trying > 0)
 
-    def observe(self, requests: int, drafted: bool, tokens: int, seconds: float) -> None:
+    def observe(self, requests: int, drafted: bool, tokens: int, seconds: float, prefilling: bool = False) -> None:
         """A finished round: whether it drafted, what it brought, how long it took."""
-        load = self._load(requests)
+        load = self._load(requests, prefilling)
         load.speeds[drafted].add(tokens, seconds, self._decay)
         if load.trying:
             load.trying -= drafted != load.drafting  # rounds that were under way when the trial began do not count
@@ -105,15 +106,15 @@ class DraftSwitch:
                 load.trying = self._trial
                 load.speeds[not load.drafting] = _Speed()  # the world may have changed since
 
-    def break_even(self, requests: int) -> float:
+    def break_even(self, requests: int, prefilling: bool = False) -> float:
         """Accepted drafts a round and request that pay for drafting at this load; 0 until both kinds were measured."""
-        drafted, plain = (self._load(requests).speeds[drafting] for drafting in (True, False))
+        drafted, plain = (self._load(requests, prefilling).speeds[drafting] for drafting in (True, False))
         if not (drafted.rounds and plain.rounds):
             return 0.0
         return break_even(drafted.seconds / drafted.rounds, plain.seconds / plain.rounds)
 
-    def _load(self, requests: int) -> _Load:
-        key = round(4 * math.log2(max(requests, 1)))
+    def _load(self, requests: int, prefilling: bool) -> _Load:
+        key = round(4 * math.log2(max(requests, 1))), prefilling
         if key not in self._loads:
             self._loads[key] = _Load(wait=self._trial, period=self._first)
         return self._loads[key]

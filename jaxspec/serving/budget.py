@@ -7,6 +7,7 @@ K is chosen on the host from confidences that are two rounds old; the device spr
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -36,12 +37,14 @@ def search(
     prefill_rows: int = 0,
     pinned: np.ndarray | None = None,
     most: int | None = None,
+    run: tuple[int, tuple[int, ...]] | None = None,
 ) -> Decision:
     """K = the first global argmax over 0 … n of tau(K) / seconds(R, R + K + C), tau(K) = R + the K best survivals.
 
     `survival` is [R, m]. Requests that are `pinned` [R] (an explicit seed) verify everything: their drafts are in
-    every K that is looked at. `most` bounds K (what the largest bucket has room for). No early stop: costs are a
-    staircase, and the best K may lie behind a dip.
+    every K that is looked at. `most` bounds K (what the largest bucket has room for). With `run`, (slots, row buckets),
+    the table is asked for what would run: R and R + K padded up. No early stop: costs are a staircase, and the best K
+    may lie behind a dip.
     """
     requests = survival.shape[0]
     fixed = np.zeros(requests, bool) if pinned is None else pinned
@@ -51,10 +54,14 @@ def search(
     free = free if most is None else free[: max(most - held.size, 0)]
     tokens = requests + held.sum() + np.concatenate([[0.0], np.cumsum(free)])
     drafts = held.size + np.arange(len(tokens))
-    rows = requests + drafts + prefill_rows
-    throughput = table.throughput(tokens, requests, rows)
+    slots, rows = requests, requests + drafts
+    if run is not None:
+        slots, grid = run[0], np.array(run[1])
+        rows = np.where(rows > grid[-1], rows, grid[np.minimum(np.searchsorted(grid, rows), len(grid) - 1)])
+    rows = rows + prefill_rows
+    throughput = table.throughput(tokens, slots, rows)
     best = int(np.argmax(throughput))
-    seconds = float(table.step_seconds(requests, rows[best]))
+    seconds = float(table.step_seconds(slots, rows[best]))
     return Decision(int(drafts[best]), seconds, float(throughput[best]))
 
 
@@ -97,6 +104,7 @@ class BudgetPlanner:
         prefill_rows: int = 0,
         pinned: np.ndarray | None = None,
         most: int | None = None,
+        run: tuple[int, tuple[int, ...]] | None = None,
     ) -> Decision | None:
         """Decision for the requests on `slots`; None is the full layout: nothing known yet, or mode static.
 
@@ -109,7 +117,8 @@ class BudgetPlanner:
         if self.forced_fraction is not None:
             forced = int(self.forced_fraction * survival[:, : self.schedule.most_rows].size)
             return Decision(forced if most is None else min(forced, most))
-        decision = search(survival, self.table, self.schedule, prefill_rows=prefill_rows, pinned=pinned, most=most)
+        about: dict[str, Any] = {"prefill_rows": prefill_rows, "pinned": pinned, "most": most, "run": run}
+        decision = search(survival, self.table, self.schedule, **about)
         return self._aligned(decision, len(slots), prefill_rows) if self._align else decision
 
     def _aligned(self, decision: Decision, requests: int, prefill_rows: int) -> Decision:

@@ -18,7 +18,8 @@ from jaxspec.serving.requests import Flight, Request
 
 class Drafting:
     """Of `slots` requests with m = `proposals`. Without a cost table every proposal is verified. `shares` of all rows
-    are the row buckets; `read` brings a device array to the host."""
+    are the row buckets; `read` brings a device array to the host. `planner` and `switch` (None: nobody is paused) may
+    be replaced between rounds."""
 
     def __init__(
         self,
@@ -36,11 +37,11 @@ class Drafting:
         self.rows_each = proposals + 1
         self.confident = False  # whether the drafter has a confidence; known once a round was traced
         self._shares = shares if schedule is not None else ()
-        self._planner = BudgetPlanner(table, schedule, slots) if table is not None and schedule is not None else None
+        self.planner = BudgetPlanner(table, schedule, slots) if table is not None and schedule is not None else None
         self._align = align
         self._relay = ConfidenceRelay(read)
         self._observed = ObservedAcceptance(slots, proposals)
-        self._switch = DraftSwitch() if pause and proposals else None
+        self.switch = DraftSwitch() if pause and proposals else None
         self._clock, self._last_read, self._num_slots = clock, 0.0, slots
 
     def reset(self, slot: int) -> None:
@@ -49,11 +50,11 @@ class Drafting:
 
     def observed(self, slots: int) -> np.ndarray | None:
         """Acceptance [R, m] so far, the confidence of methods that have none; None without a budget."""
-        return None if self._planner is None else self._observed.confidence(np.arange(slots))
+        return None if self.planner is None else self._observed.confidence(np.arange(slots))
 
     def publish(self, confidence: Any, decoding: list[Request]) -> None:
         """A dispatched round's confidences, for the budgets of the rounds after the next."""
-        if self._planner is not None and self.confident:
+        if self.planner is not None and self.confident:
             owners = np.zeros(self._num_slots, np.int64)
             owners[[request.slot for request in decoding]] = [request.handle for request in decoding]
             self._relay.publish(confidence, owners)
@@ -63,7 +64,7 @@ class Drafting:
         full = slots * self.rows_each
         return tuple(sorted({max(slots, int(full * share)) for share in self._shares} | {full}))
 
-    def drafters(self, decoding: list[Request], slots: int) -> tuple[list[Request], bool]:
+    def drafters(self, decoding: list[Request], slots: int, prefill: int) -> tuple[list[Request], bool]:
         """Who proposes in this round, and whether that is what the switch of this load said.
 
         A pinned request always does, since its ids must not depend on the load. Others are paused only where that makes
@@ -71,9 +72,9 @@ class Drafting:
         """
         if self.rows_each == 1 or not decoding:
             return [], True
-        if self._switch is None:
+        if self.switch is None:
             return decoding, True
-        wanted = self._switch.drafting(len(decoding))
+        wanted = self.switch.drafting(len(decoding), prefill > 0)
         found = [request for request in decoding if request.pinned or (wanted and request.switch.drafting)]
         if found and self._bucket(slots, len(decoding), len(found)) == self._bucket(slots, *[len(decoding)] * 2):
             found = decoding
@@ -88,16 +89,17 @@ class Drafting:
     def plan(self, decoding: list[Request], drafters: list[Request], slots: int, prefill: int) -> tuple[int, int]:
         """Budget of proposals, and the bucket of rows for anchors and proposals."""
         full, bucket = len(drafters) * (self.rows_each - 1), self._bucket(slots, len(decoding), len(drafters))
-        if self._planner is None or not drafters:
+        if self.planner is None or not drafters:
             return full, bucket
         known = self._survivals(decoding, drafters)
         order = np.array([request.slot for request in decoding])
         current = np.array([request.handle for request in decoding])
         pinned = np.array([request.pinned for request in decoding])
-        decision = self._planner.plan(known, order, current, prefill_rows=prefill, pinned=pinned)
+        run = (slots, self.row_grid(slots)) if self._align else None
+        decision = self.planner.plan(known, order, current, prefill_rows=prefill, pinned=pinned, run=run)
         if decision is None:
             return full, bucket
-        least = max(self._planner.schedule.min_rows, 1)
+        least = max(self.planner.schedule.min_rows, 1)
         paused = len(decoding) - len(drafters)
         budget = min(decision.budget, full)
         rows = paused + min(len(drafters) * least + budget, len(drafters) * self.rows_each)
@@ -128,17 +130,17 @@ class Drafting:
         """Tells the switch what the round brought and took: since it began, or since the one before it was read."""
         now = self._clock()
         seconds, self._last_read = now - max(flight.began, self._last_read), now
-        if self._switch is not None and flight.rows and flight.as_switched and not flight.pieces:
-            self._switch.observe(len(flight.rows), bool(flight.drafters), tokens, seconds)
+        if self.switch is not None and flight.rows and flight.as_switched:
+            self.switch.observe(len(flight.rows), bool(flight.drafters), tokens, seconds, bool(flight.pieces))
 
     def note(self, flight: Flight, finished: list[tuple[Request, int, int]]) -> None:
         """What a round says about its requests' drafts: how many were verified, and accepted."""
-        if self._planner is not None and flight.drafters and finished:
+        if self.planner is not None and flight.drafters and finished:
             columns = zip(*((request.slot, kept, stood) for request, kept, stood in finished), strict=True)
             self._observed.observe(*(np.array(column) for column in columns))
-        if self._switch is None:
+        if self.switch is None:
             return
-        break_even = self._switch.break_even(len(flight.rows))
+        break_even = self.switch.break_even(len(flight.rows), bool(flight.pieces))
         for request, _, accepted in finished:
             if request.handle in flight.drafters or not request.switch.drafting:
                 request.switch.observe(accepted, break_even)

@@ -47,8 +47,8 @@ class Engine:
     Not thread-safe: one thread owns it. `overlap` dispatches a round before the last one was read. A cost table turns
     on DSpark's budgets, by the drafter's confidence or, where it has none, by what was accepted so far; `align` fills
     the bucket that a budget needs anyway. `pause_drafting` stops drafting for a request or a load where it was measured
-    to lose (`clock` in seconds). Construction raises ConfigError for an option out of range and for a drafter that was
-    made for another target.
+    to lose (`clock` in seconds). `newest` is the last round's shape. Construction raises ConfigError for an option out
+    of range and for a drafter that was made for another target.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class Engine:
         attention: str = "auto",
         pack_weights: bool | None = None,
         bare_rounds: bool | None = None,
+        program: Callable[..., RaggedProgram] = RaggedProgram,
     ):
         sizes = {"num_slots": num_slots, "max_context": max_context, "prefill_chunk": prefill_chunk}
         check_sizes({**sizes, "prefill_pieces": prefill_pieces, "page_size": page_size})
@@ -105,7 +106,7 @@ class Engine:
         proposals = drafter.num_proposals if num_proposals is None else num_proposals
         scheduled = cost_table is not None and proposals > 0
         limits = Schedule(proposals, min_verify_rows, max_verify_rows or 0) if scheduled else None
-        self.program = RaggedProgram(
+        self.program = program(
             decoder, with_attention(drafter, fast.attention), max_context, num_slots, page_size,
             acceptance=acceptance, confidence_threshold=confidence_threshold, num_proposals=num_proposals,
             schedule=limits, rules=rules, max_logprobs=max_logprobs, attention=fast.attention,
@@ -129,16 +130,16 @@ class Engine:
         self._slot_buckets = slot_grid(num_slots, slot_buckets)
         written = max(proposals, drafter.tree_nodes) + 1
         self._inputs = RoundInputs(self.program, prefill_chunk, prefill_pieces, proposals + 1, written, self._device)
-        self._drafting = Drafting(
+        self.drafting = Drafting(
             num_slots, proposals, table=cost_table, schedule=limits, shares=row_shares, align=align,
             pause=pause_drafting, clock=clock, read=self._host,
         )  # fmt: skip
-        grid = self._drafting.row_grid if proposals else lambda slots: ()
+        grid = self.drafting.row_grid if proposals else lambda slots: ()
         shapes = every_shape(self._slot_buckets, prefill_chunk, grid, fast.bare)
-        self._executables = Executables(self.program, shapes, self._inputs, grammars is not None, fast.recycle)
-        self._clock = clock
+        self.executables = Executables(self.program, shapes, self._inputs, grammars is not None, fast.recycle)
+        self._clock, self.newest = clock, shapes[0]
         self._terms = Terms(self.program, frozenset(eos), codec, grammars)
-        self._lag = 1 if overlap else 0
+        self.lag = int(overlap)
         self._slots: list[Request | None] = [None] * num_slots
         self._flights: collections.deque[Flight] = collections.deque()
         self._pending: collections.deque[Event] = collections.deque()
@@ -155,18 +156,18 @@ class Engine:
     @property
     def num_executables(self) -> int:
         """Programs that `warm_up` compiles."""
-        return self._executables.count
+        return self.executables.count
 
     def warm_up(self, progress: Callable[[str, float], None] | None = None) -> list[tuple[str, float]]:
         """Compiles every executable, several at a time; returns their names and seconds. Called by the first `admit`
         if it was not before. What `progress` raises ends it.
         """
-        if self._executables.ready:
+        if self.executables.ready:
             return []
-        times = self._executables.compile(self.weights, self._state, self._drafting.observed, progress)
-        self._drafting.confident = self._executables.confident
-        for shape in self._executables.shapes:  # lazy set-ups happen here, not under a user
-            inputs = self._inputs.round(shape, observed=self._drafting.observed(shape.slots))
+        times = self.executables.compile(self.weights, self._state, self.drafting.observed, progress)
+        self.drafting.confident = self.executables.confident
+        for shape in self.executables.shapes:  # lazy set-ups happen here, not under a user
+            inputs = self._inputs.round(shape, observed=self.drafting.observed(shape.slots))
             for _ in range(2):  # the second makes a CUDA graph
                 self._results(self._run(shape, inputs), shape.slots)
             if self._terms.grammars is not None and not shape.bare:
@@ -177,19 +178,19 @@ class Engine:
         return times
 
     def _run(self, shape: Shape, inputs: Parcel) -> Any:
-        self._state, output = self._executables.run(shape, self.weights, self._state, inputs)
+        self._state, output = self.executables.run(shape, self.weights, self._state, inputs)
         return output
 
     def _run_masked(self, shape: Shape, inputs: Parcel, decoding: list[Request], pieces: list[Piece]) -> Any:
         """The round in two halves. While the target runs, the rounds in flight are read, since a matcher moves by
         emitted tokens, and the masks are built."""
-        self._state, pending = self._executables.first_half(shape)(self.weights, self._state, inputs)
+        self._state, pending = self.executables.first_half(shape)(self.weights, self._state, inputs)
         while self._flights:
             self._read(self._flights.popleft())
         constrained = [request for request in decoding if request.constraint is not None]
         drafts = self._host(pending.proposal.tokens) if constrained else None
         masks = self._inputs.masks(shape, constrained, pieces, drafts)
-        finish = self._executables.second_half(shape)
+        finish = self.executables.second_half(shape)
         self._state, output = finish(self.weights, self._state, pending, inputs, masks)
         return output
 
@@ -238,7 +239,7 @@ class Engine:
     def metrics(self) -> Metrics:
         """For operators."""
         return Metrics(
-            self._executables.count, self.compile_count, self._allocator.capacity, self.held_pages, self.preemptions,
+            self.executables.count, self.compile_count, self._allocator.capacity, self.held_pages, self.preemptions,
             self.prefix_hits, self.prefix_rows, self.rounds, self.drafted_rounds, self.rows,
         )  # fmt: skip
 
@@ -266,7 +267,7 @@ class Engine:
             self._pending.append(Event(handle, (), "length", from_round=False))
             return handle
         slot = self._slots.index(None)
-        self._drafting.reset(slot)
+        self.drafting.reset(slot)
         self._slots[slot] = Request(
             handle,
             slot,
@@ -285,7 +286,7 @@ class Engine:
         """Dispatches a round and reads the one before it (the same one without overlap). Returns the events since the
         last step."""
         dispatched = self._dispatch()
-        if len(self._flights) > (self._lag if dispatched else 0):
+        if len(self._flights) > (self.lag if dispatched else 0):
             self._read(self._flights.popleft())
         events = list(self._pending)
         self._pending.clear()
@@ -321,11 +322,11 @@ class Engine:
         slots = round_up(1 + max(request.slot for request in taking_part), self._slot_buckets)
         assert slots is not None
         prefill = self._inputs.chunk if pieces else 0
-        drafters, as_switched = self._drafting.drafters(decoding, slots)
-        budget, rows = self._drafting.plan(decoding, drafters, slots, prefill)
+        drafters, as_switched = self.drafting.drafters(decoding, slots, prefill)
+        budget, rows = self.drafting.plan(decoding, drafters, slots, prefill)
         bare = self._bare and all(request.bare for request in taking_part)
-        shape = Shape(slots, rows if drafters else slots, bool(drafters), prefill, bare)
-        observed = self._drafting.observed(slots)
+        self.newest = shape = Shape(slots, rows if drafters else slots, bool(drafters), prefill, bare)
+        observed = self.drafting.observed(slots)
         inputs = self._inputs.round(shape, decoding, drafters, pieces, budget, observed)
         began = self._clock()
         if any(request.constraint is not None for request in taking_part):
@@ -333,7 +334,7 @@ class Engine:
         else:
             output = self._run(shape, inputs)
         if drafters:
-            self._drafting.publish(output.confidence, decoding)
+            self.drafting.publish(output.confidence, decoding)
         for piece in pieces:
             piece.request.lease.commit(piece.count)
             if piece.final:
@@ -402,7 +403,7 @@ class Engine:
         if self._shares_pages(request):
             request.lease = self._cache.open(request.text)
         limit = self.max_context + self.program.drafter.tree_nodes
-        rows = len(request.text) - request.lease.committed + rows_in_flight(self._lag, self._inputs.written)
+        rows = len(request.text) - request.lease.committed + rows_in_flight(self.lag, self._inputs.written)
         if request.lease.reserve(self._allocator, rows, limit, self._cache.evict):
             request.phase = Phase.PREFILL
             self.prefix_hits += request.lease.committed > 0
@@ -420,12 +421,12 @@ class Engine:
 
     def _results(self, output: RaggedOutput, slots: int) -> Results:
         results = Results.read(self._host(output.words), slots, self._inputs.rows_each)
-        self._executables.give_back(output)
+        self.executables.give_back(output)
         return results
 
     def _read(self, flight: Flight) -> None:
         output, results = flight.output, self._results(flight.output, flight.slots)
-        self._drafting.time(flight, int(results.counts.sum()))
+        self.drafting.time(flight, int(results.counts.sum()))
         members = [piece.request for piece in flight.pieces] + [request for request, _ in flight.rows]
         if any(request.params.logprobs is not None for request in members):
             wanted = (output.logprobs, output.first_logprobs, output.prompt_logprobs)
@@ -454,7 +455,7 @@ class Engine:
             new = results.tokens[request.slot, :count].tolist()
             said = token_logprobs(request, round_logprobs, request.slot, new)
             self._emit(request, new, said, accepted=max(count - 1, 0), proposed=verified)
-        self._drafting.note(flight, finished)
+        self.drafting.note(flight, finished)
 
     def _emit(self, request: Request, tokens: list[int], logprobs: list[TokenLogprob], **about: Any) -> None:
         """Trims at the answer's end, reports, and frees the slot of a finished request."""

@@ -48,10 +48,11 @@ class Facts:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The result of start-up: a warm engine, its tokenizer (None: only token ids are served), its facts, and what
-    compiles grammars (None: they are refused)."""
+    """The result of start-up: a warm engine, its tokenizer (None: only token ids are served), its facts, what compiles
+    grammars (None: they are refused), and what a cost table of it is made for (None without a drafter)."""
 
     runner: Any
     codec: Codec | None
     facts: Facts
     grammars: GrammarCompiler | None = None
+    made_for: dict[str, str] | None = None

@@ -72,10 +72,11 @@ async def _until_signalled(server: Server) -> int:
             signal.signal(number, handler)
 
 
-def load(config: ServeConfig, check: Callable[[], None], stages: Stages | None = None) -> Loaded:
+def load(config: ServeConfig, check: Callable[[], None], stages: Stages | None = None, **instead: Any) -> Loaded:
     """Loads target and drafter and compiles the engine's executables, on the thread that will own them.
 
-    `check` is called between the stages and may raise to leave.
+    `check` is called between the stages and may raise to leave. `instead` are the engine's own arguments in place of
+    the config's.
     """
     from jaxspec.checkpoints.drafting import DraftOptions, check_source, open_drafter
 
@@ -85,10 +86,12 @@ def load(config: ServeConfig, check: Callable[[], None], stages: Stages | None =
     from jaxspec.checkpoints.target import load_target
     from jaxspec.decoding.compilations import CacheHits
     from jaxspec.serving.cost import load_cost_table
+    from jaxspec.serving.cost_origin import check_origin, origin
     from jaxspec.serving.engine import Engine
 
     _use_compilation_cache(config.compilation_cache)
-    table = None if config.engine.cost_table is None else load_cost_table(Path(config.engine.cost_table))
+    cost_file = None if config.engine.cost_table is None else Path(config.engine.cost_table)
+    table = None if cost_file is None else load_cost_table(cost_file)
     with stages or Stages(1 if source is None else 2) as progress:
         with progress.stage("loading the target"):
             target = load_target(config.target.source, dtype=config.target.dtype)
@@ -104,15 +107,11 @@ def load(config: ServeConfig, check: Callable[[], None], stages: Stages | None =
         if draft is not None and engine.sts_temperatures is not None:
             draft = dataclasses.replace(draft, drafter=_calibrated(draft.drafter, Path(engine.sts_temperatures)))
         grammars = _grammars(target, codec) if engine.grammar else None
-        runner = Engine(
-            target,
-            draft,
-            num_proposals=num_proposals,
-            cost_table=table,
-            codec=codec,
-            grammars=grammars,
-            **{name: getattr(engine, name) for name in _ENGINE},
-        )
+        arguments = {name: getattr(engine, name) for name in _ENGINE} | {"cost_table": table} | instead
+        runner = Engine(target, draft, num_proposals=num_proposals, codec=codec, grammars=grammars, **arguments)
+        made_for = None if draft is None else origin(target, draft, runner.num_proposals)
+        if cost_file is not None and made_for is not None and (line := check_origin(cost_file, made_for)):
+            say(line)
 
         def compiled(name: str, seconds: float) -> None:
             progress.done(f"compiling {name}", seconds)
@@ -132,7 +131,7 @@ def load(config: ServeConfig, check: Callable[[], None], stages: Stages | None =
         slots=runner.num_slots,
         num_proposals=runner.num_proposals,
     )
-    return Loaded(runner, codec, facts, grammars)
+    return Loaded(runner, codec, facts, grammars, made_for)
 
 
 def _calibrated(drafter: Any, path: Path) -> Any:

@@ -65,7 +65,7 @@ ENGINE = [
     Mutant(
         "engine-next-owner-of-pages-in-the-same-round",
         _ENGINE,
-        "rows = len(request.text) - request.lease.committed + rows_in_flight(self._lag, self._inputs.written)",
+        "rows = len(request.text) - request.lease.committed + rows_in_flight(self.lag, self._inputs.written)",
         "rows = 1",
         _SOAK,
         "a prompt begins without pages for all of its rows",
@@ -121,7 +121,7 @@ ENGINE = [
     Mutant(
         "engine-loser-drafts-on",
         _DRAFTING,
-        "wanted = self._switch.drafting(len(decoding))",
+        "wanted = self.switch.drafting(len(decoding), prefill > 0)",
         "wanted = True",
         (f"{_FILE}::test_a_drafter_that_loses_at_this_load_is_paused_and_one_that_wins_is_not",),
         "a drafter that loses makes the server slower than none",
@@ -145,8 +145,8 @@ ENGINE = [
     Mutant(
         "engine-read-past-the-door",
         _ENGINE,
-        "self._drafting.time(flight, int(counts.sum()))",
-        "self._drafting.time(flight, int(output.counts.sum()))",
+        "self.drafting.time(flight, int(counts.sum()))",
+        "self.drafting.time(flight, int(output.counts.sum()))",
         (f"{_FILE}::test_500_mixed_steps_compile_nothing_and_read_through_one_door",),
         "a second copy from the device in every round",
     ),

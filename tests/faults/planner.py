@@ -75,8 +75,8 @@ PLANNER = [
     Mutant(
         "planner-prefill-rows-ignored",
         _SEARCH,
-        "rows = requests + drafts + prefill_rows",
-        "rows = requests + drafts",
+        "rows = rows + prefill_rows",
+        "rows = rows + 0",
         (f"{_BUDGET}::test_prefill_rows_move_the_lookup",),
         "the forward carries the prefill rows too",
     ),

@@ -197,9 +197,9 @@ def seal(engine: Engine) -> Callable[[], int]:
     def sealing(executable: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: jax.tree.map(Sealed, executable(*opened(args)))
 
-    engine._host = engine._drafting._relay._read = host
-    built = engine._executables.built
-    engine._executables.built = {name: sealing(executable) for name, executable in built.items()}
+    engine._host = engine.drafting._relay._read = host
+    built = engine.executables.built
+    engine.executables.built = {name: sealing(executable) for name, executable in built.items()}
     return lambda: reads
 
 
@@ -258,8 +258,8 @@ class Clock:
 
             return call
 
-        built = engine._executables.built
-        engine._executables.built = {name: timed(name, made) for name, made in built.items()}
+        built = engine.executables.built
+        engine.executables.built = {name: timed(name, made) for name, made in built.items()}
         return engine
 
 

@@ -1,0 +1,356 @@
+"""Tokens a second of the serving engine under load: no drafter, DFlash, DSpark verified whole, DSpark with budgets.
+
+    python tools/bench_serving.py --dflash DIR --dspark DIR [--target smollm2] [--sts FILE]
+    python tools/bench_serving.py --shape qwen3-4b --rates 0.8,0.75,0.7,0.65,0.6,0.55,0.5 --concurrency 1,8,64,256
+
+A closed loop at each concurrency, in the process of the engine (no network), all methods in one run. The cost table is
+measured first, on the engine that uses it. Also: overlap on and off, the device's idle share, the rounds under jax's
+transfer guard with a control that trips it, and confidences beside what was accepted (for tools/simulate_serving.py).
+The record is written after each part, so that what was measured is there whatever ends the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import importlib.metadata
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import jax
+import numpy as np
+
+from jaxspec.errors import JaxspecError
+from jaxspec.evaluation.device_time import DeviceTrace
+from jaxspec.evaluation.load import LoadReport, closed_loop
+from jaxspec.serving.adaptive import DraftSwitch
+from jaxspec.serving.cost import unmeasured
+from jaxspec.serving.cost_fit import fit, misfit
+from jaxspec.serving.engine import Engine
+from jaxspec.serving.profiling import measure
+from pallas_kernels.bench import commit
+from tools.serving_pairs import SHAPES, Pairs, lean, random_shape, recorded, trained
+
+METHODS = ("none", "dflash", "dspark static", "dspark scheduled")
+WARM_ROUNDS = 150  # of the scheduled engine: what it knows of a load is as old as that
+GUARDED_ROUNDS = 100
+
+
+@dataclasses.dataclass
+class Bench:
+    """The engines, of which DSpark's serves two methods, and what a request looks like."""
+
+    pairs: Pairs
+    arguments: argparse.Namespace
+    engines: dict[str, Engine]
+    lengths: list[int]
+    switch: DraftSwitch
+
+    def engine(self, method: str) -> Engine:
+        """The method's engine, set to it."""
+        engine = self.engines[method.partition(" ")[0]]
+        planner = engine.drafting.planner
+        if planner is not None:
+            scheduled = method == "dspark scheduled"
+            planner.mode = "compact" if scheduled else "static"
+            engine.drafting.switch = self.switch if scheduled else None
+        return engine
+
+    def run(self, method: str, concurrency: int, seconds: float, **more: Any) -> LoadReport:
+        """One window of a closed loop."""
+        engine = self.engine(method)
+        return closed_loop(engine, self.pairs.prompts, self.lengths, concurrency, seconds=seconds, **more)
+
+
+def build(pairs: Pairs, arguments: argparse.Namespace) -> Bench:
+    """Engines over the same slots and shapes, compiled side by side."""
+    slots = max(arguments.concurrency)
+    common: dict[str, Any] = {
+        "num_slots": slots,
+        "slot_buckets": tuple(arguments.concurrency),
+        "row_shares": arguments.shares,
+        "max_context": arguments.max_context,
+        "prefill_chunk": min(arguments.chunk, arguments.max_context),
+        "prefill_pieces": arguments.pieces,
+        "prefix_cache": False,
+        "rules": False,
+        "max_logprobs": None,
+        "program": pairs.program,
+        "attention": arguments.attention,
+    }
+    engines = {
+        "none": Engine(pairs.target, None, **common),
+        "dflash": Engine(pairs.target, pairs.drafts["dflash"], pause_drafting=False, **common),
+        "dspark": Engine(pairs.target, pairs.drafts["dspark"], cost_table=unmeasured(1), **common),
+    }
+    rng = np.random.default_rng(7)
+    low, high = arguments.new_tokens // 2, arguments.new_tokens * 3 // 2
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        for future in [pool.submit(lean(engine).warm_up) for engine in engines.values()]:
+            future.result()
+    return Bench(pairs, arguments, engines, rng.integers(low, high + 1, 997).tolist(), DraftSwitch())
+
+
+def calibrate(bench: Bench) -> dict[str, Any]:
+    """Measures the cost table on DSpark's engine and gives it to its planner."""
+    engine = bench.engine("dspark scheduled")
+    cells = measure(engine, context=bench.arguments.max_context // 2, steps=bench.arguments.steps)
+    table = fit(cells, "additive")
+    assert engine.drafting.planner is not None
+    engine.drafting.planner.table = table
+    median, worst = misfit(table, cells)
+    return {
+        "table": dataclasses.asdict(table),
+        "misfit": {"median": median, "worst": worst},
+        "cells": [[c.requests, c.rows, c.prefill, c.drafting, round(1e3 * c.seconds, 4)] for c in cells],
+        "cells_are": "R, M, prefill rows of M, drafting, median ms",
+    }
+
+
+def loads(bench: Bench, save: Callable[[str, Any], None]) -> list[dict[str, Any]]:
+    """Every method at every concurrency, in turn, `repeats` windows each."""
+    found: list[dict[str, Any]] = []
+    for concurrency in bench.arguments.concurrency:
+        windows: dict[str, list[LoadReport]] = {method: [] for method in METHODS}
+        for repeat in range(bench.arguments.repeats):
+            for method in METHODS:
+                warm = WARM_ROUNDS if method == "dspark scheduled" and not repeat else 0
+                windows[method].append(bench.run(method, concurrency, bench.arguments.seconds, warm_rounds=warm))
+        found.append({"concurrency": concurrency, **{method: pooled(one) for method, one in windows.items()}})
+        save("loads", found)
+        rates = {method: found[-1][method]["tokens_per_second"] for method in METHODS}
+        print(concurrency, {method: round(rate, 1) for method, rate in rates.items()}, flush=True)
+    return found
+
+
+def pooled(windows: list[LoadReport]) -> dict[str, Any]:
+    """One record of several windows: rates over their sum, and each window's own."""
+    seconds, rounds = (sum(getattr(one, name) for one in windows) for name in ("seconds", "rounds"))
+    mean = lambda values: float(np.mean(values)) if all(v is not None for v in values) else None  # noqa: E731
+    pair = lambda name: [mean([v and v[i] for v in (getattr(one, name) for one in windows)]) for i in (0, 1)]  # noqa: E731
+    return {
+        "tokens_per_second": sum(one.tokens for one in windows) / seconds,
+        "windows": [round(one.tokens_per_second, 1) for one in windows],
+        "round_ms": 1e3 * seconds / max(rounds, 1),
+        "rounds": rounds,
+        "drafted_rounds": sum(one.drafted_rounds for one in windows),
+        "rows_a_round": sum(one.rows for one in windows) / max(rounds, 1),
+        "tau": mean([one.tau for one in windows]),
+        "proposed": mean([one.proposed for one in windows]),
+        "ttft_s": pair("ttft"),
+        "tpot_s": pair("tpot"),
+        "finished": sum(one.finished for one in windows),
+        "compilations": sum(one.compilations for one in windows),
+    }
+
+
+def overlap(bench: Bench) -> list[dict[str, Any]]:
+    """The same windows with the host's part of a round behind the device's, and in front of it."""
+    found = []
+    for concurrency in bench.arguments.overlap:
+        for method in METHODS:
+            engine, both = bench.engine(method), {}
+            for lag in (1, 0):
+                engine.lag = lag
+                both["on" if lag else "off"] = pooled([bench.run(method, concurrency, bench.arguments.seconds)])
+            engine.lag = 1
+            found.append({"concurrency": concurrency, "method": method, **both})
+    return found
+
+
+def idle(bench: Bench) -> list[dict[str, Any]]:
+    """Round wall without the profiler, device time a round with it."""
+    found = []
+    for method in METHODS:
+        wall = bench.run(method, bench.arguments.profile_at, bench.arguments.seconds)
+        trace = DeviceTrace()
+        seen = bench.run(method, bench.arguments.profile_at, 0.0, min_rounds=60, around=lambda: trace)  # noqa: B023
+        busy = trace.time.busy / seen.rounds
+        found.append({
+            "method": method, "concurrency": bench.arguments.profile_at, "round_wall_ms": 1e3 * wall.round_seconds,
+            "device_busy_ms": 1e3 * busy, "idle_share": 1 - busy / wall.round_seconds,
+            "idle_share_while_traced": trace.time.idle_share, "device_events_a_round": trace.time.events / seen.rounds,
+        })  # fmt: skip
+    return found
+
+
+def guarded(bench: Bench) -> dict[str, Any]:
+    """Rounds of the scheduled engine while implicit copies are errors, then the same with one deliberate `.item()`."""
+    engine, concurrency = bench.engine("dspark scheduled"), min(32, max(bench.arguments.concurrency))
+    first = jax.jit(lambda values: values.reshape(-1)[0])
+    first(jax.device_put(np.zeros((engine.num_slots, engine.num_proposals), np.float32)))  # compiled outside
+    publish = engine.drafting.publish
+
+    def careless(confidence: Any, decoding: Any) -> None:
+        first(confidence).item()
+        publish(confidence, decoding)
+
+    with jax.transfer_guard("disallow"):
+        clean = bench.run("dspark scheduled", concurrency, 0.0, min_rounds=GUARDED_ROUNDS)
+    bench.engine("dspark static")  # drafts in every round, so that the control is reached
+    engine.drafting.publish = careless  # type: ignore[method-assign]
+    tripped = None
+    try:
+        with jax.transfer_guard("disallow"):
+            bench.run("dspark static", concurrency, 0.0, min_rounds=1)
+    except Exception as error:  # jax raises a RuntimeError of its own; whatever comes is reported
+        tripped = str(error).splitlines()[0][:200]
+    return {
+        "rounds": clean.rounds, "compilations": clean.compilations, "concurrency": concurrency,
+        "guard": "jax.transfer_guard('disallow')", "item_tripped_it": tripped is not None, "message": tripped,
+    }  # fmt: skip
+
+
+def confidences(bench: Bench) -> dict[str, Any]:
+    """What the drafter said of each slot, and how many proposals stood, when all were verified: by request, in order.
+
+    Lists are [request][round] -> (m confidences, accepted)."""
+    concurrency = min(32, max(bench.arguments.concurrency))
+    rows: dict[int, list[Any]] = {}
+    with recorded(bench.engine("dspark static")) as found:
+        bench.run("dspark static", concurrency, 0.0, min_rounds=160)
+    for one in found:
+        rows.setdefault(one.request, []).append([[round(value, 3) for value in one.confidence], one.accepted])
+    long = sorted((one for one in rows.values() if len(one) >= 16), key=len, reverse=True)[:48]
+    return {"concurrency": concurrency, "requests": [one[:40] for one in long]}
+
+
+def verdicts(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Scheduled against the best of the others, and against static where static's round is dear."""
+    checks = []
+    for load in found:
+        rate = {method: load[method]["tokens_per_second"] for method in METHODS}
+        best = max(METHODS[:3], key=lambda method: rate[method])
+        dear = load["dspark static"]["round_ms"] / load["none"]["round_ms"]
+        over_best, over_static = (rate[METHODS[3]] / rate[other] for other in (best, "dspark static"))
+        checks.append({
+            "concurrency": load["concurrency"], "best_other": best, "scheduled_over_best_other": over_best,
+            "static_round_over_plain_step": dear, "scheduled_over_static": over_static,
+            "holds": over_best >= 0.97 and (dear < 1.5 or over_static >= 1.05),
+        })  # fmt: skip
+    return checks
+
+
+def lines(record: dict[str, Any]) -> str:
+    """JSON with a line for each field, and for each entry of a list of records."""
+
+    def one(value: Any) -> str:
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            return "[\n  " + ",\n  ".join(json.dumps(entry) for entry in value) + "\n ]"
+        return json.dumps(value)
+
+    return "{\n" + ",\n".join(f" {json.dumps(name)}: {one(value)}" for name, value in record.items()) + "\n}\n"
+
+
+def surroundings() -> dict[str, Any]:
+    """Command, commit, card and versions."""
+    packages = ("jax", "jaxlib", "flax", "numpy")
+    return {
+        "command": " ".join(["python", "tools/bench_serving.py", *sys.argv[1:]]),
+        "commit": commit(),
+        "device": jax.devices()[0].device_kind,
+        "card": _card(),
+        "python": platform.python_version(),
+        "versions": {name: importlib.metadata.version(name) for name in packages},
+    }
+
+
+def _card() -> str | None:
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Writes --out and prints a line a load; 1 where a check does not hold."""
+    arguments = parse(argv)
+    started = time.perf_counter()
+    if arguments.shape:
+        pairs = random_shape(arguments.shape, arguments.rates, arguments.prompt_length)
+    else:
+        dtype = arguments.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+        pairs = trained(arguments.target, dtype, arguments.dflash, arguments.dspark, arguments.sts)
+    settings = ("max_context", "chunk", "pieces", "new_tokens", "seconds", "repeats", "steps", "shares", "attention")
+    record: dict[str, Any] = {**surroundings(), **pairs.about}
+    record["settings"] = {name: getattr(arguments, name) for name in settings}
+
+    def save(name: str, value: Any) -> None:
+        record[name] = value
+        record["seconds"] = round(time.perf_counter() - started, 1)
+        arguments.out.write_text(lines(record), encoding="utf-8")
+        print(f"{record['seconds']:.0f} s: {name}", flush=True)
+
+    bench = build(pairs, arguments)
+    save("executables", {name: engine.num_executables for name, engine in bench.engines.items()})
+    save("cost", calibrate(bench))
+    save("loads", loads(bench, save))
+    save("checks", verdicts(record["loads"]))
+    if arguments.profile_at:
+        save("idle", idle(bench))
+    save("overlap", overlap(bench))
+    save("confidences", confidences(bench))
+    save("guard", guarded(bench))
+    for check in record["checks"]:
+        print(json.dumps(check), flush=True)
+    return int(not all(check["holds"] for check in record["checks"]))
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Arguments, checked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    numbers = lambda text: sorted({int(word) for word in text.split(",")}) if text else []  # noqa: E731
+    fractions = lambda text: tuple(float(word) for word in text.split(","))  # noqa: E731
+    parser.add_argument("--target", default="smollm2")
+    parser.add_argument("--dflash", type=Path, metavar="DIR", help="an exported DFlash drafter")
+    parser.add_argument("--dspark", type=Path, metavar="DIR", help="an exported DSpark drafter with a confidence head")
+    parser.add_argument("--sts", type=Path, metavar="FILE", help="temperatures of DSpark's confidence")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"))
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights instead, and --rates")
+    parser.add_argument(
+        "--rates", default=(), type=fractions,
+        help="chance of each proposal, given that those before it stood",
+    )  # fmt: skip
+    parser.add_argument("--prompt-length", type=int, default=64, help="with --shape")
+    parser.add_argument("--concurrency", type=numbers, default=[1, 4, 8, 16, 32, 64, 128, 256, 512])
+    parser.add_argument("--overlap", type=numbers, default=[1, 32, 256], help="concurrencies of overlap on and off")
+    parser.add_argument("--profile-at", type=int, default=32, help="concurrency of the device's idle share; 0: none")
+    parser.add_argument("--seconds", type=float, default=1.5, help="of a window")
+    parser.add_argument("--repeats", type=int, default=2, help="windows")
+    parser.add_argument("--steps", type=int, default=16, help="rounds a probe of the cost table")
+    parser.add_argument("--max-context", type=int, default=512)
+    parser.add_argument(
+        "--new-tokens", type=int, default=160, help="a request's mean; from half of it to one and a half"
+    )
+    parser.add_argument("--shares", type=fractions, default=(0.25, 0.5, 0.75), help="row buckets, of all rows")
+    parser.add_argument("--chunk", type=int, default=512, help="prefill rows of a round")
+    parser.add_argument("--attention", default="auto", help="what reads the pages, as Engine takes it")
+    parser.add_argument("--pieces", type=int, default=8)
+    parser.add_argument("--out", type=Path, default=Path("results/h200/serving.json"))
+    arguments = parser.parse_args(argv)
+    if not arguments.shape and not (arguments.dflash and arguments.dspark):
+        parser.error("--dflash and --dspark are needed without --shape")
+    if arguments.shape and len(arguments.rates) != 7:
+        parser.error(f"--rates: found {len(arguments.rates)} numbers, expected 7, one a proposal")
+    for name in ("overlap", "profile_at"):
+        asked = getattr(arguments, name)
+        if max(asked if isinstance(asked, list) else [asked], default=0) > max(arguments.concurrency):
+            parser.error(f"--{name.replace('_', '-')}: found more than the largest concurrency")
+    return arguments
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except JaxspecError as error:
+        sys.exit(f"error: {error}")
