@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--target", required=True, metavar="SOURCE", help="the target whose tokenizer is used")
     parser.add_argument(
-        "--out", required=True, type=Path, metavar="FILE.npz", help="token file; FILE.json says what is in it"
+        "--out", required=True, type=Path, metavar="FILE.npz", help="token file; FILE.npz.json says what is in it"
     )
     template_argument(parser)
     parser.add_argument("--max-length", type=int, default=4096, metavar="N", help="cut after N tokens (%(default)s)")
@@ -62,7 +62,7 @@ def main(args: argparse.Namespace) -> int:
     from jaxspec.training.show import show
     from jaxspec.training.templates import choose
 
-    check_out(args.out, ".npz", args.force)  # before a target is fetched
+    check_out(args.out, ".npz", args.force, [*args.inputs, *args.eval])  # before a target is fetched
     config, directory = target_config(args.target)
     tokenizer = load_tokenizer(directory)
     settings = Settings(args.max_length, args.min_loss_tokens, args.max_empty_fraction, args.overlap)

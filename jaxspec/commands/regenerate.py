@@ -57,7 +57,7 @@ def main(args: argparse.Namespace) -> int:
     from jaxspec.training.outputs import check_out, writing
     from jaxspec.training.records import conversations
 
-    check_out(args.out, ".jsonl", force=True)
+    check_out(args.out, ".jsonl", True, args.inputs)
     total = sum(1 for path in args.inputs for _ in conversations(path, "INPUT", answered=False))
     with locked(args.out):
         if args.force:

@@ -1,8 +1,8 @@
 """An output that is made row by row and survives a kill at any moment: nothing lost, nothing twice.
 
-Rows go to FILE.partial in the order in which they are ready, each as one line. Its first line is the record: what the
-rows were made with. FILE itself appears at the end, whole and in the order of the input, and then the record beside it
-as FILE.json. The same work again goes on from the rows that are there; with another record it is refused.
+Rows go to OUT.partial in the order in which they are ready, each as one line. Its first line is the record: what the
+rows were made with. OUT itself appears at the end, whole and in the order of the input, and then its account with the
+record as OUT.json. The same work again goes on from the rows that are there; with another record it is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 from jaxspec.checkpoints.atomic import replacing_file
 from jaxspec.errors import DataError, ResumeError, problem
 from jaxspec.training.fingerprint import changes
-from jaxspec.training.outputs import writing
+from jaxspec.training.outputs import account_path, writing
 
 __all__ = ["Journal", "finished", "locked", "partial_path"]
 
@@ -27,11 +27,6 @@ __all__ = ["Journal", "finished", "locked", "partial_path"]
 def partial_path(out: Path) -> Path:
     """Where the rows are kept until all are there."""
     return out.with_name(out.name + ".partial")
-
-
-def account_path(out: Path) -> Path:
-    """Where the record stands beside a finished output."""
-    return out.with_suffix(".json")
 
 
 @contextlib.contextmanager
@@ -84,7 +79,7 @@ def _check(stored: dict[str, Any], record: dict[str, Any], out: Path) -> None:
 
 
 class Journal:
-    """FILE.partial, open for appending. `done` holds the `id` of every row that is there.
+    """OUT.partial, open for appending. `done` holds the `id` of every row that is there.
 
     Raises:
       ResumeError: the rows that are there were made with another record.
@@ -125,8 +120,8 @@ class Journal:
             yield json.loads(self._file.readline())
 
     def finish(self, rows: Iterator[dict[str, Any]], account: dict[str, Any]) -> dict[str, Any]:
-        """Writes FILE out of `rows`, then FILE.json, and removes FILE.partial. `account` may be filled while the rows
-        are taken. Returns what FILE.json holds."""
+        """Writes OUT out of `rows`, then its account, and removes OUT.partial. `account` may be filled while the rows
+        are taken. Returns the account with the record."""
         with writing(self._out):
             account_path(self._out).unlink(missing_ok=True)  # never the account of another file beside the new one
             with replacing_file(self._out) as fresh, fresh.open("wb") as file:

@@ -18,14 +18,14 @@ from jaxspec.checkpoints.atomic import replacing_file
 from jaxspec.errors import DataError, problem
 from jaxspec.training.collect import Collector, Statistics
 from jaxspec.training.data import Examples, encoded
-from jaxspec.training.outputs import check_out, writing
+from jaxspec.training.outputs import account_path, check_out, writing
 from jaxspec.training.overlap import NGRAM, PromptIndex
 from jaxspec.training.packed import Packed, vocabulary_hash, write_packed
 from jaxspec.training.records import BadRow, conversations, prompts
 from jaxspec.training.templates import ChatTemplate
 from jaxspec.training.tokenise import check_pieces
 
-__all__ = ["IN_FULL", "SHARED", "Settings", "prepare", "report_path", "sha256"]
+__all__ = ["IN_FULL", "SHARED", "Settings", "prepare", "sha256", "template_hash"]
 
 VERSION = 1
 IN_FULL, SHARED = "evaluation prompt in full", f"{NGRAM} words of an evaluation prompt"
@@ -40,11 +40,6 @@ class Settings:
     min_loss_tokens: int = 2
     max_empty_fraction: float = 0.5
     overlap: str = "drop"
-
-
-def report_path(out: Path) -> Path:
-    """Where the account of a token file stands."""
-    return out.with_suffix(".json")
 
 
 def prepare(
@@ -73,7 +68,7 @@ def prepare(
       DataError: the output is there or cannot be written, an input is broken, a row overlaps and `settings.overlap`
         refuses it, or too little is left. Then nothing was written.
     """
-    check_out(out, ".npz", force)
+    check_out(out, ".npz", force, [*inputs, *evaluation])
     check_pieces(tokenizer)
     asked = [prompt for file in evaluation for prompt in prompts(file, "--eval")]
     index, found = PromptIndex(asked), Counter[int]()
@@ -119,9 +114,9 @@ def prepare(
         "content_sha256": examples.content_hash(),
     }
     with writing(out):
-        report_path(out).unlink(missing_ok=True)  # never the account of another file beside the new one
+        account_path(out).unlink(missing_ok=True)  # never the account of another file beside the new one
         write_packed(out, Packed(tokens, offsets, loss_mask, report))
-        with replacing_file(report_path(out)) as fresh:
+        with replacing_file(account_path(out)) as fresh:
             fresh.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return examples, report
 

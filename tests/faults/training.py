@@ -260,8 +260,8 @@ TRAINING = [
     Mutant(
         "account-of-another-file",
         "jaxspec/training/prepare.py",
-        "        report_path(out).unlink(missing_ok=True)  # never",
-        "        report_path(out)  # never",
+        "        account_path(out).unlink(missing_ok=True)  # never",
+        "        account_path(out)  # never",
         (_PREPARE + "test_no_account_of_an_earlier_file_stands_beside_a_new_one",),
         "a kill between the two files",
     ),

@@ -17,8 +17,9 @@ from jaxspec import cli
 from jaxspec.errors import DataError
 from jaxspec.training import prepare as module
 from jaxspec.training.data import load_examples
+from jaxspec.training.outputs import account_path
 from jaxspec.training.packed import packed
-from jaxspec.training.prepare import IN_FULL, SHARED, Settings, prepare, report_path
+from jaxspec.training.prepare import IN_FULL, SHARED, Settings, prepare
 from jaxspec.training.templates import LLAMA3, QWEN, choose
 from tests.helpers.process import environment
 from tests.training import world
@@ -67,7 +68,7 @@ def test_the_file_trains_as_its_conversations_do(tmp_path):
     direct = load_examples(tmp_path / "in.jsonl", tokenizer=make_tokenizer, template="qwen", vocab_size=VOCAB)
     told = load_examples(tmp_path / "out.npz", tokenizer=make_tokenizer, template="auto")
     assert direct.content_hash() == told.content_hash() and direct.template == told.template == "qwen"
-    report = json.loads(report_path(tmp_path / "out.npz").read_text(encoding="utf-8"))
+    report = json.loads(account_path(tmp_path / "out.npz").read_text(encoding="utf-8"))
     assert report["content_sha256"] == told.content_hash() and len(told) == 4
 
 
@@ -128,7 +129,7 @@ def test_what_was_dropped_and_why(tmp_path):
     assert report["evaluation"]["prompts"] == 2 and report["evaluation"]["found"] == [{"prompt": asked, "rows": 2}]
     assert report["inputs"][0]["rows"] == 8 and report["inputs"][0]["file"] == "in.jsonl"
     assert len(report["inputs"][0]["sha256"]) == len(report["evaluation"]["files"][0]["sha256"]) == 64
-    assert packed(tmp_path / "out.npz").about == json.loads(report_path(tmp_path / "out.npz").read_text())
+    assert packed(tmp_path / "out.npz").about == json.loads(account_path(tmp_path / "out.npz").read_text())
     with pytest.raises(DataError, match=r"INPUT \(in\.jsonl, line 5\): evaluation prompt in full: 'One two"):
         run(tmp_path, *rows, evaluation=[{"prompt": asked}], overlap="refuse", out="other.npz")
     assert not (tmp_path / "other.npz").exists()
@@ -158,6 +159,12 @@ def test_ids_outside_the_vocabulary_and_outputs_in_the_way_are_refused(tmp_path)
         with pytest.raises(DataError, match=says):
             run(tmp_path, GOOD, out=name)
     assert (tmp_path / "out.npz").read_bytes() == before
+    write(tmp_path / "x.npz.json", GOOD)
+    with pytest.raises(DataError, match=r"--out: .*x\.npz, which would replace the input .*x\.npz\.json"):
+        prepare(
+            [tmp_path / "x.npz.json"], tmp_path / "x.npz", tokenizer=TOKENIZER, template=QWEN, target="tiny",
+            vocab_size=VOCAB, force=True,
+        )  # fmt: skip
     run(tmp_path, GOOD, talks("world"), force=True)
     assert len(packed(tmp_path / "out.npz").offsets) == 3
 
@@ -174,7 +181,7 @@ def test_no_account_of_an_earlier_file_stands_beside_a_new_one(tmp_path, monkeyp
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, GOOD, talks("world"), force=True)
         monkeypatch.undo()
-        assert not report_path(tmp_path / "out.npz").exists() and len(packed(tmp_path / "out.npz").about) > 5
+        assert not account_path(tmp_path / "out.npz").exists() and len(packed(tmp_path / "out.npz").about) > 5
     assert len(packed(tmp_path / "out.npz").offsets) == 3
     assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.npz"}
 

@@ -121,7 +121,11 @@ def test_every_question_is_answered_in_order_and_in_its_context(tmp_path):
     assert (account["rows"], account["answers"], account["finish_reasons"]) == (9, 11, {"stop": 11})
     assert account["answers_with_the_same_ids"] == 11 and account["record"] == RECORD
     assert len(set(engine.seeds)) == 11
-    assert {path.name for path in tmp_path.iterdir()} - {".out.jsonl.lock"} == {"in.jsonl", "out.jsonl", "out.json"}
+    assert {path.name for path in tmp_path.iterdir()} - {".out.jsonl.lock"} == {
+        "in.jsonl",
+        "out.jsonl",
+        "out.jsonl.json",
+    }
 
 
 def test_B53_what_the_target_said_is_what_is_supervised(tmp_path):
@@ -239,7 +243,7 @@ def test_another_record_is_refused_with_what_changed(tmp_path):
     assert finished(tmp_path / "out.jsonl", RECORD)["rows"] == 9
     with pytest.raises(ResumeError, match="seed: the run has 3, now 4"):
         finished(tmp_path / "out.jsonl", other)
-    (tmp_path / "out.json").unlink()
+    (tmp_path / "out.jsonl.json").unlink()
     with pytest.raises(ResumeError, match="without a record"):
         finished(tmp_path / "out.jsonl", RECORD)
 
@@ -282,7 +286,7 @@ def test_B56_three_sigkills_of_a_real_process(tmp_path):
         done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == (0 if prompts == 99 else -signal.SIGKILL), done.stderr
     assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "whole" / "out.jsonl").read_bytes()
-    assert json.loads((tmp_path / "out.json").read_text(encoding="utf-8")) == expected
+    assert json.loads((tmp_path / "out.jsonl.json").read_text(encoding="utf-8")) == expected
 
 
 @pytest.fixture(scope="module")
@@ -332,6 +336,7 @@ def test_the_command_answers_as_the_target_does_and_prepare_reads_it(target, tmp
         (["--num-slots", "0"], "--num-slots: found 0, expected at least 1"),
         (["--max-new-tokens", "0"], "--max-new-tokens: found 0"),
         (["--out", "out.json"], "--out: out.json, expected a name ending in .jsonl"),
+        (["--out", "in.jsonl", "--force"], "--out: in.jsonl, which would replace the input in.jsonl"),
         (["--target", "nowhere/at/all"], "target: nowhere/at/all"),
     ],
 )
