@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections import Counter
 
 import pytest
 
@@ -297,13 +296,14 @@ def target(tmp_path_factory):
 @pytest.mark.ci
 @pytest.mark.parametrize("temperature", ["0", "1"])
 def test_the_command_answers_as_the_target_does_and_prepare_reads_it(target, tmp_path, capsys, temperature):
-    rows = [{"prompt": f"hello {'world ' * index}"} for index in range(6)] + [{"messages": talk("a", "b")}]
+    rows = [{"prompt": f"hello {'world ' * index}"} for index in range(5)]
+    rows += [{"messages": [*talk("a"), {"role": "user", "content": text}]} for text in "xyz"]
     write(tmp_path / "in.jsonl", *rows)
     command = ["regenerate", str(tmp_path / "in.jsonl"), "--target", str(target), "--out", str(tmp_path / "out.jsonl")]
     command += ["--max-new-tokens", "24", "--max-context", "160", "--num-slots", "3", "--temperature", temperature]
     assert cli.main([*command, "--drafter", "ngram"]) == 0
-    shown, errors = capsys.readouterr()
-    assert "rows         7" in shown and f"wrote {tmp_path / 'out.jsonl'}" in shown and errors == ""
+    shown = capsys.readouterr().out
+    assert "rows         8" in shown and f"wrote {tmp_path / 'out.jsonl'}" in shown
     answers = read(tmp_path)
     if temperature == "0":
         loaded, tokenizer = load_target(target, dtype="float32"), make_tokenizer(CHATML)
@@ -321,10 +321,12 @@ def test_the_command_answers_as_the_target_does_and_prepare_reads_it(target, tmp
     assert "is finished" in capsys.readouterr().out
     assert cli.main([*command, "--drafter", "ngram", "--seed", "1"]) == 2
     assert "seed: the run has 0, now 1" in capsys.readouterr().err
-    assert cli.main([*command, "--drafter", "ngram", "--force", "--num-slots", "2", "--json"]) == 0
-    account = json.loads(capsys.readouterr().out)
-    assert (tmp_path / "out.jsonl").read_bytes() == before  # whatever runs beside an answer
-    assert Counter(account["finish_reasons"]).total() == account["answers"] >= 7
+    if temperature == "1":
+        assert cli.main([*command, "--drafter", "ngram", "--force", "--num-slots", "2", "--json"]) == 0
+        account = json.loads(capsys.readouterr().out)
+        assert (tmp_path / "out.jsonl").read_bytes() == before  # whatever runs beside an answer
+        assert sum(account["finish_reasons"].values()) == account["answers"] > 8
+        assert len(account["finish_reasons"]) == 2
     prepared = ["prepare", str(tmp_path / "out.jsonl"), "--target", str(target), "--out", str(tmp_path / "out.npz")]
     assert cli.main([*prepared, "--max-empty-fraction", "1"]) == 0
     assert "kept" in capsys.readouterr().out
