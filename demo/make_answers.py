@@ -19,21 +19,16 @@ import numpy as np
 
 from demo import questions
 from jaxspec.checkpoints.target import Target, load_target
-from jaxspec.checkpoints.tokenizer import load_tokenizer
+from jaxspec.checkpoints.tokenizer import chat_ids, load_tokenizer
 from jaxspec.decoding.generate import generate
 from jaxspec.decoding.request import SamplingParams
 from jaxspec.decoding.runner import SlotRunner
+from jaxspec.training.data import load_examples
 
 DATA = Path(__file__).resolve().parent / "data" / "smollm2_answers.npz"
 SEED = 20260
 NEW_TOKENS = 112
 GREEDY = SamplingParams(max_new_tokens=NEW_TOKENS)
-
-
-def chat_ids(tokenizer: Any, text: str) -> list[int]:
-    """The target's own chat template around one user turn."""
-    turns = [{"role": "user", "content": text}]
-    return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False))
 
 
 def own_questions(runner: SlotRunner, tokenizer: Any, count: int) -> list[str]:
@@ -85,12 +80,11 @@ def make(count: int) -> None:
 
 def check(count: int) -> bool:
     """Whether the first `count` shipped prompts get the shipped answers again."""
-    with np.load(DATA) as data:
-        tokens, offsets, lengths = data["tokens"].astype(int), data["offsets"], data["prompt_lengths"]
-    rows = [tokens[offsets[i] : offsets[i + 1]].tolist() for i in range(count)]
-    prompts = [row[: lengths[i]] for i, row in enumerate(rows)]
-    answers = generate(runner_for(load_target("smollm2", dtype="float32"), count), prompts, GREEDY)
-    return all(list(one.tokens) == row[lengths[i] :] for i, (one, row) in enumerate(zip(answers, rows, strict=True)))
+    shipped = load_examples(DATA)
+    rows = [(shipped[i]["input_ids"], shipped[i]["loss_mask"]) for i in range(count)]
+    runner = runner_for(load_target("smollm2", dtype="float32"), count)
+    answers = generate(runner, [ids[~mask].tolist() for ids, mask in rows], GREEDY)
+    return all(list(one.tokens) == ids[mask].tolist() for one, (ids, mask) in zip(answers, rows, strict=True))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import os
 import re
@@ -23,15 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from demo.make_answers import DATA, chat_ids
+from demo.make_answers import DATA
 from demo.prompts import held_out
 from jaxspec.checkpoints.drafter import Draft, load_drafter
 from jaxspec.checkpoints.target import Target, load_target
-from jaxspec.checkpoints.tokenizer import load_tokenizer
+from jaxspec.checkpoints.tokenizer import chat_ids, load_tokenizer
 from jaxspec.config import TrainConfig, load_config
 from jaxspec.decoding.request import SamplingParams
 from jaxspec.decoding.runner import SlotRunner
@@ -39,6 +37,7 @@ from jaxspec.errors import ServerError
 from jaxspec.evaluation.tau import TauReport, measure_tau
 from jaxspec.serving.client import Client
 from jaxspec.training.build import fresh_drafter, initial_params
+from jaxspec.training.data import load_examples
 from jaxspec.training.overlap import find_overlap
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -147,10 +146,9 @@ def tau(target: Target, draft: Draft, ids: list[list[int]]) -> TauReport:
 
 def training_texts(tokenizer: Any) -> Iterator[str]:
     """The shipped training data as text."""
-    with np.load(DATA) as data:
-        tokens, offsets = data["tokens"], data["offsets"]
-    for start, end in itertools.pairwise(offsets):
-        yield tokenizer.decode(tokens[start:end].tolist())
+    shipped = load_examples(DATA)
+    for index in range(len(shipped)):
+        yield tokenizer.decode(shipped[index]["input_ids"].tolist())
 
 
 def drafters() -> dict[str, str]:

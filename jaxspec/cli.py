@@ -28,6 +28,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "profile": ("jaxspec.commands.profile", "measure what a round costs here, as a table for engine.cost_table"),
     "generate": ("jaxspec.commands.generate", "generate offline, with or without a drafter"),
     "client": ("jaxspec.serving.client", "send prompts to a running server"),
+    "prepare": ("jaxspec.commands.prepare", "turn conversations into a token file to train on"),
+    "regenerate": ("jaxspec.commands.regenerate", "let the target answer the prompts of a data set"),
     "inspect": ("jaxspec.commands.inspect", "what a drafter's folder holds, and what it lacks"),
     "convert": ("jaxspec.commands.convert", "write a drafter in another public layout"),
     "conformance": ("jaxspec.evaluation.conformance.main", "run the golden cases of a folder"),

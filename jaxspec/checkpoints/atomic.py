@@ -1,6 +1,6 @@
-"""Folders that appear whole or not at all.
+"""Folders and files that appear whole or not at all.
 
-The folder is built under a temporary name beside its destination, flushed, then renamed. An existing folder is moved
+They are built under a temporary name beside their destination, flushed, then renamed. An existing folder is moved
 aside only after the new one is complete and is put back if the last rename fails.
 """
 
@@ -15,7 +15,24 @@ from pathlib import Path
 
 from jaxspec.errors import CheckpointError
 
-__all__ = ["replacing_folder"]
+__all__ = ["replacing_file", "replacing_folder"]
+
+
+@contextmanager
+def replacing_file(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield the path of a file to write that becomes `path` when the block ends without an error, and vanishes
+    otherwise. Raises OSError as the system does; then nothing was changed.
+    """
+    path = Path(os.path.abspath(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f".{path.name}.new-{uuid.uuid4().hex[:12]}")
+    try:
+        yield fresh
+        _flush(fresh)
+        os.replace(fresh, path)
+        _flush(path.parent)
+    finally:
+        fresh.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -33,7 +50,7 @@ def replacing_folder(directory: str | os.PathLike[str], marker: str = "config.js
     try:
         fresh.mkdir(parents=True)
         yield fresh
-        _flush(fresh)
+        _flush(*fresh.iterdir(), fresh)
         if directory.exists():
             directory.rename(aside)
         try:
@@ -67,9 +84,9 @@ def check_replaceable(directory: Path, marker: str = "config.json") -> None:
         )
 
 
-def _flush(directory: Path) -> None:
-    """Put the files and the folder's own entries on the disk, so that the rename cannot outlive what it names."""
-    for path in [*directory.iterdir(), directory]:
+def _flush(*paths: Path) -> None:
+    """Put files, and the entries of folders, on the disk, so that a rename cannot outlive what it names."""
+    for path in paths:
         if os.name == "nt":  # folders cannot be opened there, and a file opened for reading cannot be flushed
             continue
         descriptor = os.open(path, os.O_RDONLY)

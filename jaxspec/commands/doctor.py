@@ -40,6 +40,7 @@ _OPTIONAL = {
     "jax-cuda12-plugin": "NVIDIA GPUs, CUDA 12",
     "tensorboardX": "TensorBoard events of a training run",
     "tensorboard": "looking at them",
+    "pyarrow": "Parquet files of conversations",
     "tokamax": "GPU and TPU kernels",
 }
 

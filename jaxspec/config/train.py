@@ -111,7 +111,7 @@ class ObjectiveSection(Section):
 class DataSection(Section):
     """Where the training sequences come from and which anchors are drawn."""
 
-    path: str = required("JSONL of messages, or a token file (.npz)", min_length=1)
+    path: str = required("conversations (.jsonl, .json, .parquet) or a token file (.npz)", min_length=1)
     template: Literal["auto", "qwen", "llama", "tokenizer"] = key("auto", "chat template and its loss mask")
     max_length: int = key(4096, "longest sequence, in tokens; the rest is cut", ge=2)
     min_loss_tokens: int = key(2, "sequences with fewer supervised tokens are left out", ge=1)

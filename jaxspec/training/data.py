@@ -4,48 +4,32 @@ dropped."""
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxspec.errors import DataError, problem
-from jaxspec.training.records import BadRow, conversations, packed
-from jaxspec.training.templates import TemplateMismatch, choose
+from jaxspec.training.collect import Collector, Row, Statistics
+from jaxspec.training.packed import Packed, packed, vocabulary_hash
+from jaxspec.training.records import BadRow, conversations
+from jaxspec.training.sources import SUFFIXES
+from jaxspec.training.templates import ChatTemplate, Message, TemplateMismatch, choose
 from jaxspec.training.tokenise import check_pieces, encode
 
-__all__ = ["Examples", "Statistics", "load_examples"]
+__all__ = ["Examples", "encoded", "load_examples"]
 
-
-@dataclass
-class Statistics:
-    """What became of the rows of a data set."""
-
-    rows: int = 0
-    kept: int = 0
-    empty: int = 0
-    truncated: int = 0
-    tokens: int = 0
-    supervised: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-
-    def line(self) -> str:
-        """One line for the log."""
-        why = ", ".join(f"{count} {reason}" for reason, count in sorted(self.dropped.items())) or "none"
-        return (
-            f"data: {self.kept} of {self.rows} rows, {self.tokens} tokens, {self.supervised} supervised, "
-            f"{self.truncated} truncated; dropped: {why}"
-        )
+_HASHED = 1 << 20  # values at a time
 
 
 @dataclass(frozen=True)
 class Examples:
     """Packed examples. A random-access source for Grain: `examples[i]` is one example.
 
-    tokens int32 [total], loss_mask bool [total], offsets int64 [n + 1].
+    tokens integers [total], loss_mask bool [total], offsets int64 [n + 1]. An example's ids are int32.
     """
 
     tokens: np.ndarray
@@ -59,7 +43,8 @@ class Examples:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         part = slice(self.offsets[index], self.offsets[index + 1])
-        return {"input_ids": self.tokens[part], "loss_mask": self.loss_mask[part], "example_id": int(index)}
+        ids = self.tokens[part].astype(np.int32)
+        return {"input_ids": ids, "loss_mask": self.loss_mask[part], "example_id": int(index)}
 
     @property
     def longest(self) -> int:
@@ -69,8 +54,9 @@ class Examples:
     def content_hash(self) -> str:
         """SHA-256 of ids, masks and boundaries."""
         digest = hashlib.sha256()
-        for array in (self.tokens.astype("<i4"), self.loss_mask.astype("u1"), self.offsets.astype("<i8")):
-            digest.update(array.tobytes())
+        for array, kind in ((self.tokens, "<i4"), (self.loss_mask, "u1"), (self.offsets, "<i8")):
+            for start in range(0, len(array), _HASHED):
+                digest.update(array[start : start + _HASHED].astype(kind).tobytes())
         return digest.hexdigest()
 
 
@@ -84,11 +70,11 @@ def load_examples(
     max_empty_fraction: float = 0.5,
     vocab_size: int | None = None,
 ) -> Examples:
-    """Read `data.path`: .jsonl (needs the target's tokenizer) or .npz.
+    """Read `data.path`: conversations (which need the target's tokenizer) or an .npz token file.
 
     Args:
-      tokenizer: of the target; a callable without arguments is called when it is needed (a token file needs none).
-      template: `data.template`.
+      tokenizer: of the target, None where it has none; a callable without arguments is called when it is needed.
+      template: `data.template`; a token file has its own.
       max_length: longer examples are cut.
       min_loss_tokens: examples with fewer supervised tokens are dropped and counted.
       max_empty_fraction: a larger share of rows without a valid anchor (two supervised tokens in a row) stops the run.
@@ -98,100 +84,58 @@ def load_examples(
       DataError: names the field and what was expected.
     """
     source = Path(path)
+    expected = f"a file of conversations ({', '.join(SUFFIXES)}) or an .npz token file"
     if not source.is_file():
-        raise DataError(
-            problem("data.path", f"no file {str(path)!r}", "a .jsonl file of conversations or an .npz token file")
-        )
+        raise DataError(problem("data.path", f"no file {str(path)!r}", expected))
     if source.suffix == ".npz":
-        rows, name = _packed_rows(source), "none"
-    elif source.suffix in (".jsonl", ".json"):
-        tokenizer = tokenizer() if callable(tokenizer) and not hasattr(tokenizer, "encode") else tokenizer
+        content = packed(source)
+        _check_vocabulary(content, tokenizer, source)
+        rows, name = _packed_rows(content), str(content.about.get("template", "none"))
+    elif source.suffix in SUFFIXES:
+        if tokenizer is None:
+            raise DataError(
+                problem("data.path", "conversations, and a target without a tokenizer", "an .npz token file")
+            )
+        tokenizer = _made(tokenizer)
         check_pieces(tokenizer)
         chosen = choose(template, tokenizer)
-        rows, name = _conversation_rows(source, tokenizer, chosen), chosen.name
+        turns = (turns for _, turns in conversations(source))
+        rows, name = (encoded(one, tokenizer, chosen) for one in turns), chosen.name
     else:
-        raise DataError(problem("data.path", source.name, "a file ending in .jsonl or .npz"))
-    return _collect(rows, name, max_length, max(min_loss_tokens, 1), max_empty_fraction, vocab_size)
-
-
-Row = tuple[np.ndarray, np.ndarray] | BadRow
-
-
-def _packed_rows(path: Path) -> Iterator[Row]:
-    tokens, offsets, prompts = packed(path)
-    for start, end, prompt in zip(offsets[:-1], offsets[1:], prompts, strict=True):
-        yield tokens[start:end], np.arange(end - start) >= prompt
-
-
-def _conversation_rows(path: Path, tokenizer: Any, template: Any) -> Iterator[Row]:
-    for turns in conversations(path):
-        try:
-            # cut later: an untruncated length is what `truncated` counts
-            yield turns if isinstance(turns, BadRow) else encode(tokenizer, template, turns, 1 << 30)
-        except TemplateMismatch:
-            yield BadRow("template does not fit")
-
-
-def _collect(
-    rows: Iterator[Row], template: str, max_length: int, minimum: int, max_empty: float, vocab_size: int | None
-) -> Examples:
-    stats, ids, masks = Statistics(), [], []
+        raise DataError(problem("data.path", source.name, expected))
+    collector = Collector("data.path", max_length=max_length, minimum=min_loss_tokens, vocab_size=vocab_size)
     for row in rows:
-        stats.rows += 1
-        if isinstance(row, BadRow):
-            stats.dropped[row.reason] += 1
-            stats.empty += 1
-            continue
-        tokens, mask = row[0][:max_length], row[1][:max_length]
-        stats.truncated += len(row[0]) > max_length
-        supervised, has_anchor = int(mask.sum()), bool((mask[:-1] & mask[1:]).any())
-        stats.empty += not has_anchor
-        if not has_anchor or supervised < minimum:
-            reason = (
-                "too few supervised tokens"
-                if has_anchor
-                else "no valid anchor"
-                if supervised
-                else "no supervised token"
-            )
-            stats.dropped[reason] += 1
-            continue
-        if vocab_size is not None and (tokens.min() < 0 or tokens.max() >= vocab_size):
-            raise DataError(
-                problem(
-                    f"data.path, row {stats.rows}",
-                    f"token id {tokens.max()}",
-                    f"ids from 0 to {vocab_size - 1}, the target's vocabulary",
-                    "use data that was tokenised for this target",
-                )
-            )
-        ids.append(tokens)
-        masks.append(mask)
-        stats.kept, stats.tokens, stats.supervised = (
-            stats.kept + 1,
-            stats.tokens + len(tokens),
-            stats.supervised + supervised,
-        )
-    if stats.rows == 0:
-        raise DataError(problem("data.path", "an empty data set", "at least one conversation"))
-    if stats.empty > max_empty * stats.rows:
+        collector.add(row)
+    tokens, loss_mask, offsets = collector.finish(max_empty_fraction)
+    return Examples(tokens, loss_mask, offsets, collector.statistics, name)
+
+
+def encoded(turns: Sequence[Message] | BadRow, tokenizer: Any, template: ChatTemplate) -> Row:
+    """A conversation's ids and mask, whole: what is cut later is counted there."""
+    try:
+        return turns if isinstance(turns, BadRow) else encode(tokenizer, template, turns, 1 << 30)
+    except TemplateMismatch:
+        return BadRow("template does not fit")
+
+
+def _packed_rows(content: Packed) -> Iterator[Row]:
+    for start, end in itertools.pairwise(content.offsets):
+        yield content.tokens[start:end], content.loss_mask[start:end]
+
+
+def _made(tokenizer: Any) -> Any:
+    return tokenizer() if callable(tokenizer) and not hasattr(tokenizer, "encode") else tokenizer
+
+
+def _check_vocabulary(content: Packed, tokenizer: Any, source: Path) -> None:
+    """A token file that says whose ids it holds must hold the target's."""
+    told = content.about.get("vocabulary")
+    if told is not None and tokenizer is not None and told != vocabulary_hash(_made(tokenizer)):
         raise DataError(
             problem(
-                "data.max_empty_fraction",
-                f"{stats.empty} of {stats.rows} rows without a valid anchor",
-                f"at most {max_empty:.0%}",
-                f"check data.template, data.max_length and the answers ({stats.line()})",
+                f"data.path ({source.name})",
+                f"token ids of another vocabulary, that of {content.about.get('target')!r}",
+                "those of target.source",
+                "prepare the data for this target",
             )
         )
-    if not ids:
-        raise DataError(
-            problem(
-                "data.min_loss_tokens",
-                f"no row left of {stats.rows}",
-                f"rows with at least {minimum} supervised tokens",
-                stats.line(),
-            )
-        )
-    return Examples(
-        np.concatenate(ids), np.concatenate(masks), np.cumsum([0, *map(len, ids)], dtype=np.int64), stats, template
-    )

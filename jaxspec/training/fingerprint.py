@@ -15,7 +15,7 @@ from jaxspec.config import TrainConfig
 from jaxspec.errors import ResumeError
 from jaxspec.training.data import Examples
 
-__all__ = ["check", "fingerprint"]
+__all__ = ["changes", "check", "fingerprint"]
 
 _FREE = {"path"}  # a data file may move; its content may not change
 
@@ -59,15 +59,18 @@ def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
+def changes(stored: dict[str, Any], current: dict[str, Any]) -> str | None:
+    """Every part that differs, with both values; None where all are equal."""
+    names = sorted(name for name in stored.keys() | current.keys() if stored.get(name) != current.get(name))
+    said = (f"{name}: the run has {_short(stored.get(name))}, now {_short(current.get(name))}" for name in names)
+    return "; ".join(said) or None
+
+
 def check(stored: dict[str, Any], current: dict[str, Any], directory: str) -> None:
     """Raise ResumeError naming every part that differs."""
-    names = sorted(name for name in stored.keys() | current.keys() if stored.get(name) != current.get(name))
-    if names:
-        changes = "; ".join(
-            f"{name}: the run has {_short(stored.get(name))}, now {_short(current.get(name))}" for name in names
-        )
+    if differing := changes(stored, current):
         raise ResumeError(
-            f"run.directory {directory}: cannot go on from its checkpoint, since this changed: {changes}; "
+            f"run.directory {directory}: cannot go on from its checkpoint, since this changed: {differing}; "
             "restore it, or start anew with run.fresh=true or another run.directory"
         )
 

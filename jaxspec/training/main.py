@@ -129,10 +129,10 @@ def _prepare(config: TrainConfig, target: Target | None, reporter: Reporter) -> 
         draft = dataclasses.replace(draft, drafter=with_objective(draft.drafter, config.objective))
         reporter.say(f"drafter: weights and architecture from {draft.source}, training from its parameters")
     target.model.check_taps(draft.drafter.taps)
-    data, loaded = config.data, target
+    data, directory = config.data, target.directory
     examples = load_examples(
         data.path,
-        tokenizer=lambda: _tokenizer(loaded),
+        tokenizer=None if directory is None else lambda: load_tokenizer(directory),
         template=data.template,
         max_length=data.max_length,
         min_loss_tokens=data.min_loss_tokens,
@@ -182,12 +182,6 @@ def _check_anchors(config: TrainConfig, drafter: Any, examples: Examples, seq_le
                 "use other data, a smaller drafter.block_size or data.anchor_rule=adjacent",
             )
         )
-
-
-def _tokenizer(target: Target) -> Any:
-    if target.directory is None:
-        raise DataError(problem("data.path", "conversations, and a target without a tokenizer", "an .npz token file"))
-    return load_tokenizer(target.directory)
 
 
 def _train(

@@ -1,27 +1,33 @@
-"""Reading the two data formats: conversations as JSON lines, and packed token files.
+"""From a row of a data set to a conversation: the shapes that public data sets have, told apart by their keys.
 
-JSON lines hold {"messages": [{"role", "content"}]} or ShareGPT's {"conversations": [{"from", "value"}]}. A packed
-file is an .npz with `tokens` (uint16, uint32 or int32, all examples after one another), `offsets` [examples + 1] and
-`prompt_lengths` [examples]: what follows an example's prompt is supervised.
+    {"messages": [{"role", "content"}]}                    role user, assistant or system
+    {"conversations": [{"from", "value"}]}                 ShareGPT: human, gpt, system
+    {"instruction", "input", "output"}                     Alpaca
+    {"prompt", "answer"}                                   or "response" or "completion" for the answer
+
+A `system` text beside them comes first. An assistant's message may say "finish_reason": "length" (`jaxspec regenerate`
+writes it): that answer was cut, so its end of turn is not the target's.
 """
 
 from __future__ import annotations
 
-import json
-import zipfile
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from jaxspec.errors import DataError, problem
+from jaxspec.training.sources import rows
 
-__all__ = ["BadRow", "conversations", "packed"]
+__all__ = ["BadRow", "conversations", "prompts"]
+
+Messages = list[dict[str, str]]
 
 _ROLES = {"user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant", "system": "system"}
-PACKED_FIELDS = ("tokens", "offsets", "prompt_lengths")
+_ANSWERS = ("answer", "response", "completion")
+_SHAPES = (
+    '{"messages": [{"role", "content"}]}, ShareGPT\'s {"conversations": [{"from", "value"}]}, Alpaca\'s '
+    '{"instruction", "input", "output"} or {"prompt", "answer"}'
+)
 
 
 class BadRow(Exception):
@@ -30,6 +36,103 @@ class BadRow(Exception):
     def __init__(self, reason: str):
         super().__init__(reason)
         self.reason = reason
+
+
+def conversations(
+    path: Path, field: str = "data.path", *, answered: bool = True
+) -> Iterator[tuple[str, Messages | BadRow]]:
+    """(place, conversation) of every row of a file, in order; a row that cannot be used comes as the BadRow that says
+    why.
+
+    Args:
+      field: what named the file; it heads an error.
+      answered: whether a conversation without an answer cannot be used.
+
+    Raises:
+      DataError: the file is broken or a row has none of the shapes; the message has file and place.
+    """
+    for place, row in rows(path, field):
+        try:
+            messages = _messages(row, f"{field} ({place})")
+            if answered and not any(turn["role"] == "assistant" and turn["content"].strip() for turn in messages):
+                raise BadRow("no answer")
+            yield place, messages
+        except BadRow as bad:
+            yield place, bad
+
+
+def prompts(path: Path, field: str) -> Iterator[str]:
+    """What the rows of an evaluation set ask: text, `prompt`, `question`, `turns`, or a conversation's user turns.
+
+    Raises:
+      DataError: the file is broken or a row asks nothing; the message has file and place.
+    """
+    for place, row in rows(path, field):
+        if isinstance(row, str):
+            yield row
+            continue
+        asked = [row[key] for key in ("prompt", "question", "turns") if key in row] if isinstance(row, dict) else []
+        if asked:
+            asked = asked[0] if isinstance(asked[0], list) else asked[:1]
+        else:
+            try:
+                turns = _messages(row, f"{field} ({place})")
+            except BadRow as bad:
+                raise DataError(problem(f"{field} ({place})", bad.reason, "a prompt as text")) from None
+            asked = [turn["content"] for turn in turns if turn["role"] == "user"]
+        if not asked or not all(isinstance(text, str) for text in asked):
+            raise DataError(problem(f"{field} ({place})", "no prompt", 'text under "prompt", or a conversation'))
+        yield from asked
+
+
+def _messages(row: Any, place: str) -> Messages:
+    result = [_turn(turn) for turn in _turns(row, place)]
+    cut = [index for index, turn in enumerate(result) if turn.get("finish_reason") == "length"]
+    if cut and cut != [len(result) - 1]:
+        raise BadRow("a cut answer before the last turn")
+    return result
+
+
+def _turns(row: Any, place: str) -> list[Any]:
+    row = _filled(row) if isinstance(row, dict) else {}
+    turns: Any
+    if "messages" in row or "conversations" in row:
+        turns = row.get("messages", row.get("conversations"))
+    elif "instruction" in row:
+        extra = row.get("input", "")
+        if not isinstance(row["instruction"], str) or not isinstance(extra, str):
+            raise BadRow("content is not text")
+        turns = _pair("\n".join(filter(None, (row["instruction"], extra))), row.get("output"))
+    elif "prompt" in row:
+        turns = _pair(row["prompt"], next((row[key] for key in _ANSWERS if key in row), None))
+    else:
+        turns = None
+    if not isinstance(turns, list):
+        raise DataError(problem(f"{place}: messages", "no list of turns", _SHAPES))
+    return [{"role": "system", "content": row["system"]}, *turns] if row.get("system") else turns
+
+
+def _pair(question: Any, answer: Any) -> list[Any]:
+    answers = [] if answer is None else [{"role": "assistant", "content": answer}]
+    return [{"role": "user", "content": question}, *answers]
+
+
+def _filled(row: dict[str, Any]) -> dict[str, Any]:
+    """Without the columns that are null: a table has them in every row."""
+    return {key: value for key, value in row.items() if value is not None}
+
+
+def _turn(turn: Any) -> dict[str, str]:
+    if not isinstance(turn, dict):
+        raise BadRow("turn is not an object")
+    turn = _filled(turn)
+    role = _ROLES.get(str(turn.get("role", turn.get("from"))))
+    if role is None:
+        raise BadRow("unknown role")
+    result = {"role": role, "content": _text(turn.get("content", turn.get("value")))}
+    if role == "assistant" and turn.get("finish_reason") == "length":
+        result["finish_reason"] = "length"
+    return result
 
 
 def _text(content: Any) -> str:
@@ -42,102 +145,3 @@ def _text(content: Any) -> str:
     except UnicodeEncodeError:
         raise BadRow("content is not Unicode text") from None  # a lone surrogate: no tokenizer takes it
     return text
-
-
-def _messages(row: Any, place: str) -> list[dict[str, str]]:
-    turns = row.get("messages", row.get("conversations")) if isinstance(row, dict) else None
-    if not isinstance(turns, list):
-        raise DataError(
-            problem(
-                f"{place}: messages",
-                "no list of turns",
-                '{"messages": [{"role", "content"}]} or ShareGPT\'s {"conversations": [{"from", "value"}]}',
-            )
-        )
-    result = []
-    for turn in turns:
-        if not isinstance(turn, dict):
-            raise BadRow("turn is not an object")
-        role = _ROLES.get(str(turn.get("role", turn.get("from"))))
-        if role is None:
-            raise BadRow("unknown role")
-        result.append({"role": role, "content": _text(turn.get("content", turn.get("value")))})
-    if not any(turn["role"] == "assistant" and turn["content"].strip() for turn in result):
-        raise BadRow("no answer")
-    return result
-
-
-def conversations(path: Path) -> Iterator[list[dict[str, str]] | BadRow]:
-    """Conversations of a JSON lines file, in order; a row that cannot be used comes as the BadRow that says why.
-
-    Raises:
-      DataError: a line is no JSON or no conversation at all; the message has file and line.
-    """
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            place = f"data.path ({path.name}, line {number})"
-            try:
-                yield _messages(json.loads(line), place)
-            except json.JSONDecodeError as error:
-                raise DataError(
-                    problem(place, f"no JSON: {error.msg} at column {error.colno}", "one JSON object a line")
-                ) from error
-            except UnicodeDecodeError as error:
-                raise DataError(problem(place, f"no UTF-8 ({error.reason})", "UTF-8 text")) from error
-            except RecursionError:
-                raise DataError(problem(place, "JSON nested too deeply", "one JSON object a line")) from None
-            except BadRow as bad:
-                yield bad
-
-
-def packed(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """tokens int32 [total], offsets int64 [n + 1], prompt_lengths int64 [n] of an .npz file.
-
-    Raises:
-      DataError: unreadable, a field is missing or the fields contradict each other.
-    """
-    try:
-        file = np.load(path, allow_pickle=False)
-        if not isinstance(file, np.lib.npyio.NpzFile):
-            raise DataError(problem(f"data.path ({path.name})", "a single array", "an .npz token file"))
-        with file:
-            missing = [name for name in PACKED_FIELDS if name not in file.files]
-            if missing:
-                raise DataError(
-                    problem(
-                        f"data.path ({path.name})", f"no array {missing[0]!r}", f"arrays {', '.join(PACKED_FIELDS)}"
-                    )
-                )
-            tokens, offsets, prompts = (file[name] for name in PACKED_FIELDS)
-    except (zipfile.BadZipFile, zlib.error, ValueError, OSError, EOFError) as error:
-        raise DataError(problem(f"data.path ({path.name})", f"unreadable ({error})", "an .npz token file")) from error
-    for name, array in zip(PACKED_FIELDS, (tokens, offsets, prompts), strict=True):
-        if array.ndim != 1 or array.dtype.kind not in "iu":
-            raise DataError(
-                problem(f"data.path ({path.name}) {name}", f"{array.dtype} {array.shape}", "one dimension of integers")
-            )
-    offsets, prompts = offsets.astype(np.int64), prompts.astype(np.int64)
-    lengths = np.diff(offsets)
-    if len(offsets) != len(prompts) + 1 or offsets[0] != 0 or offsets[-1] != len(tokens) or (lengths < 0).any():
-        raise DataError(
-            problem(
-                f"data.path ({path.name}) offsets",
-                f"{len(offsets)} from {offsets[:1]} to {offsets[-1:]}",
-                f"{len(prompts) + 1} ascending ones from 0 to {len(tokens)}",
-            )
-        )
-    if ((prompts < 0) | (prompts > lengths)).any():
-        raise DataError(
-            problem(
-                f"data.path ({path.name}) prompt_lengths",
-                "one outside its example",
-                "0 <= prompt length <= example length",
-            )
-        )
-    if len(tokens) and (tokens.min() < 0 or tokens.max() > np.iinfo(np.int32).max):
-        raise DataError(
-            problem(f"data.path ({path.name}) tokens", f"ids from {tokens.min()} to {tokens.max()}", "token ids")
-        )
-    return tokens.astype(np.int32), offsets, prompts

@@ -52,8 +52,17 @@ class ChatTemplate(Protocol):
         """For the log and the fingerprint."""
         ...
 
+    @property
+    def eot(self) -> str:
+        """The end-of-turn text, with which every supervised piece ends."""
+        ...
+
     def render(self, messages: Sequence[Message]) -> list[Piece]:
         """Whole text of a conversation in pieces. Raises TemplateMismatch."""
+        ...
+
+    def prompt(self, messages: Sequence[Message]) -> str:
+        """Text up to where the assistant's next answer begins. Raises TemplateMismatch."""
         ...
 
 
@@ -88,6 +97,10 @@ class BuiltinTemplate:
                 Piece(self.tail, False),
             ]
         return _merged(pieces)
+
+    def prompt(self, messages: Sequence[Message]) -> str:
+        """See ChatTemplate.prompt."""
+        return "".join(piece.text for piece in self.render(messages)) + self.header.format(role="assistant")
 
 
 QWEN = BuiltinTemplate(
@@ -143,9 +156,10 @@ class TokenizerTemplate:
                 )
             )
 
-    def _text(self, messages: Sequence[Message]) -> str:
+    def _text(self, messages: Sequence[Message], answer_next: bool = False) -> str:
+        turns = [{"role": turn["role"], "content": turn["content"]} for turn in messages]
         try:
-            return self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=False)
+            return self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=answer_next)
         except Exception as error:  # a template raises what it likes, jinja's errors among them
             raise TemplateMismatch(
                 f"data.template: the tokenizer's template refuses this conversation: {error}"
@@ -173,6 +187,11 @@ class TokenizerTemplate:
             pieces += [Piece(text[position:start], False), Piece(text[start : end + len(self.eot)], True)]
             position = end + len(self.eot)
         return _merged([*pieces, Piece(text[position:], False)])
+
+    def prompt(self, messages: Sequence[Message]) -> str:
+        """See ChatTemplate.prompt."""
+        text, before = self._text(messages, answer_next=True), self._text(messages)
+        return text if text != before else text + self.header  # a template may not know of a next answer
 
 
 def _merged(pieces: Sequence[Piece]) -> list[Piece]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.errors import DataError, problem
-from jaxspec.training.templates import ChatTemplate, Message
+from jaxspec.training.templates import ChatTemplate, Message, Piece
 
 __all__ = ["check_pieces", "encode"]
 
@@ -43,13 +43,24 @@ def encode(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Token ids int32 [S] and loss mask bool [S] of one conversation, cut at `max_length` (an answer may end mid-way).
 
+    A last answer that says it was cut ("finish_reason": "length") ends the sequence before its end of turn, which the
+    target did not say there.
+
     Raises:
       TemplateMismatch: the template cannot say what to supervise.
     """
     ids: list[int] = []
     mask: list[bool] = []
-    for piece in template.render(messages):
+    pieces = template.render(messages)
+    if messages and messages[-1].get("finish_reason") == "length":
+        pieces = _without_the_end(pieces, template.eot)
+    for piece in pieces:
         tokens = tokenizer.encode(piece.text, add_special_tokens=False)
         ids += tokens
         mask += [piece.supervised] * len(tokens)
     return np.asarray(ids[:max_length], np.int32), np.asarray(mask[:max_length], bool)
+
+
+def _without_the_end(pieces: Sequence[Piece], eot: str) -> list[Piece]:
+    last = max(index for index, piece in enumerate(pieces) if piece.supervised)
+    return [*pieces[:last], Piece(pieces[last].text.removesuffix(eot), True)]

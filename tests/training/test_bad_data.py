@@ -9,7 +9,8 @@ import pytest
 
 from jaxspec.errors import CheckpointError, ConfigError, DataError
 from jaxspec.training.directory import check, locked
-from jaxspec.training.records import BadRow, conversations, packed
+from jaxspec.training.packed import packed
+from jaxspec.training.records import BadRow, conversations
 
 
 @pytest.mark.parametrize(
@@ -26,7 +27,7 @@ def test_broken_lines_name_file_and_line(tmp_path, line, says):
 def test_a_lone_surrogate_is_a_dropped_row(tmp_path):
     path = tmp_path / "chat.jsonl"
     path.write_text('{"messages": [{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "x"}]}\n')
-    (row,) = conversations(path)
+    ((_, row),) = conversations(path)
     assert isinstance(row, BadRow) and row.reason == "content is not Unicode text"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -52,6 +53,8 @@ def test_dropped_rows_are_counted_by_reason(tmp_path):
     assert stats.dropped == {"no answer": 1, "unknown role": 1, "content is not text": 1, "turn is not an object": 1,
                              "no supervised token": 1}  # fmt: skip
     assert "1 of 6 rows" in stats.line() and "1 unknown role" in stats.line()
+    report = json.loads(json.dumps(dataclasses.asdict(stats)))  # as a run's report.json has it
+    assert report["dropped"] == stats.dropped and report["rows"] == 6
 
 
 def test_B53_too_many_rows_without_supervision_stop_the_run(tmp_path):
@@ -70,7 +73,7 @@ def test_B53_too_many_rows_without_supervision_stop_the_run(tmp_path):
         ("broken.jsonl", '{"messages"', r"line 1.*no JSON"),
         ("other.jsonl", '{"text": "x"}\n', r"line 1\): messages"),
         ("list.jsonl", "[1]\n", r"line 1\): messages"),
-        ("data.csv", "a,b", r"data\.path.*\.jsonl or \.npz"),
+        ("data.csv", "a,b", r"data\.path.*\.jsonl, .*\.npz"),
         ("broken.npz", "not a zip", r"data\.path.*unreadable"),
     ],
 )
@@ -112,7 +115,14 @@ def test_packed_rows_with_too_few_supervised_tokens(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"prompt_lengths": None}, "prompt_lengths"),
+        ({"prompt_lengths": None}, "neither loss_mask nor prompt_lengths"),
+        ({"loss_mask": np.ones(10, bool)}, "both loss_mask and prompt_lengths"),
+        ({"prompt_lengths": None, "loss_mask": np.ones(9, bool)}, "loss_mask"),
+        ({"prompt_lengths": None, "loss_mask": np.arange(10)}, "each 0 or 1"),
+        ({"prompt_lengths": None, "loss_mask": np.ones(10)}, "loss_mask"),
+        ({"prompt_lengths": None, "loss_mask": np.ones(10, bool), "offsets": np.array([1, 10])}, "offsets"),
+        ({"about": np.frombuffer(b"{", np.uint8)}, "about: no JSON"),
+        ({"about": np.frombuffer(b"[]", np.uint8)}, "about"),
         ({"offsets": np.array([0, 4, 9])}, "offsets"),
         ({"offsets": np.array([0, 10])}, "offsets"),
         ({"tokens": np.ones(10)}, "tokens"),
@@ -122,6 +132,14 @@ def test_packed_rows_with_too_few_supervised_tokens(tmp_path):
 def test_packed_files_that_contradict_themselves(tmp_path, changes, named):
     with pytest.raises(DataError, match=named):
         load_examples(save(tmp_path / "a.npz", [5, 5], [1, 1], **changes))
+
+
+def test_a_loss_mask_says_the_same_as_prompt_lengths(tmp_path):
+    prompts = save(tmp_path / "a.npz", [6, 5, 7], [4, 1, 0])
+    mask = np.concatenate([np.arange(length) >= prompt for length, prompt in ((6, 4), (5, 1), (7, 0))])
+    masked = save(tmp_path / "b.npz", [6, 5, 7], [], prompt_lengths=None, loss_mask=mask)
+    assert load_examples(prompts).content_hash() == load_examples(masked).content_hash()
+    assert load_examples(masked)[1]["loss_mask"].tolist() == [False, True, True, True, True]
 
 
 def test_B35_ids_outside_the_vocabulary_are_refused(tmp_path):

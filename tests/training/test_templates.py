@@ -132,6 +132,21 @@ def test_pieces_equal_the_whole_text_where_no_token_crosses_an_edge():
     )
 
 
+@pytest.mark.parametrize(
+    ("own", "header"),
+    [(CHATML, "<|im_start|>assistant\n"), (QWEN3_LIKE, "<|im_start|>assistant\n"), (LLAMA3_LIKE, None), (None, None)],
+)
+def test_a_prompt_ends_where_the_answer_begins(own, header):
+    """What the target is asked with is what stands before a trained answer."""
+    tokenizer = make_tokenizer(own)
+    template = TokenizerTemplate(tokenizer) if own else LLAMA3
+    header = header or "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    turns = talk("hello", "world", system="be brief")
+    prompt = template.prompt(turns[:-1])
+    assert prompt.endswith("\u2603" + template.eot + ("\n" if header.endswith("t\n") else "") + header)
+    assert "".join(piece.text for piece in template.render(turns)).startswith(prompt)
+
+
 def test_an_answer_that_cannot_be_located_is_refused():
     template = TokenizerTemplate(make_tokenizer(QWEN3_LIKE))
     with pytest.raises(TemplateMismatch, match="headers"):

@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.checkpoints.store import write_folder
 from jaxspec.checkpoints.target import Target
 from jaxspec.config import TrainConfig, build
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Decoder
+from jaxspec.models.layers import flatten
 
 VOCAB, MASK_ID = 40, 39
 
@@ -67,3 +69,18 @@ def config(directory: Path, data: Path, method: str = "dflash", **changes: Any) 
         section, key = name.split("__")
         tree.setdefault(section, {})[key] = value
     return build(TrainConfig, tree)
+
+
+def folder(path: Path, tokenizer: Any, dtype: Any = jnp.float32) -> Path:
+    """A random target as a folder, with a vocabulary that the tokenizer fits into; one id in twelve ends an answer."""
+    eos = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    config = {
+        "model_type": "qwen3", "vocab_size": len(tokenizer) + 8, "hidden_size": 16, "intermediate_size": 24,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+        "max_position_embeddings": 256, "tie_word_embeddings": True,
+        "eos_token_id": sorted({eos, *range(11, len(tokenizer), 12)}),
+    }  # fmt: skip
+    params = Decoder(ModelConfig.from_hf(config)).init(jax.random.key(3), dtype, 0.4)
+    write_folder(path, {name: np.asarray(value) for name, value in flatten(params).items()}, config)
+    tokenizer.save_pretrained(path)
+    return path
