@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("jaxspec.commands.serve", "serve a target and its drafter over gRPC"),
     "generate": ("jaxspec.commands.generate", "generate offline, with or without a drafter"),
     "client": ("jaxspec.serving.client", "send prompts to a running server"),
+    "calibrate": ("jaxspec.commands.calibrate", "fit the temperatures of a drafter's confidence head"),
     "inspect": ("jaxspec.commands.inspect", "what a drafter's folder holds, and what it lacks"),
     "convert": ("jaxspec.commands.convert", "write a drafter in another public layout"),
     "conformance": ("jaxspec.evaluation.conformance.main", "run the golden cases of a folder"),
