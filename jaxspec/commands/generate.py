@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.errors import DataError, RequestError
+from jaxspec.evaluation.prompts import read_prompts
 from jaxspec.serving.terminal import context_note, read_prompt
 
 
@@ -94,30 +95,10 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     if args.prompts and args.file:
         raise DataError("--file and PROMPT: found both, expected one of the two; leave one out")
     if args.file:
-        return _from_file(args.file)
+        return read_prompts(args.file, "--file")
     prompts = args.prompts or ([] if sys.stdin.isatty() else ["-"])
     if not any(prompts):
         raise DataError(
             "PROMPT: found none, expected at least one; give it as an argument, with --file or on standard input"
         )
     return [read_prompt() if prompt == "-" else prompt for prompt in prompts]
-
-
-def _from_file(path: Path) -> list[str]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--file {path}: found no readable text ({error}), expected JSONL") from error
-    prompts = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            prompts.append(json.loads(line)["prompt"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f'--file {path}, line {number}: expected a JSON object with "prompt"') from error
-        if not isinstance(prompts[-1], str):
-            raise DataError(f'--file {path}, line {number}: found {prompts[-1]!r}, expected a string under "prompt"')
-    if not prompts:
-        raise DataError(f"--file {path}: found no prompts, expected at least one line")
-    return prompts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from jaxspec.config import TrainConfig
 from jaxspec.decoding.request import SamplingParams
 from jaxspec.decoding.runner import SlotRunner
 from jaxspec.drafters.base import Drafter, Shared
-from jaxspec.errors import DataError
+from jaxspec.evaluation.prompts import read_prompts
 from jaxspec.evaluation.tau import measure_tau
 from jaxspec.models import layers as ly
 
@@ -41,7 +40,7 @@ def hook(config: TrainConfig) -> Callable[[Target, Drafter, Shared], Callable[[A
     """
     if not config.run.eval_every:
         return None
-    prompts = read_prompts(Path(config.run.eval_prompts or ""))
+    prompts = read_prompts(Path(config.run.eval_prompts or ""), "run.eval_prompts")
 
     def start(target: Target, drafter: Drafter, shared: Shared) -> Callable[[Any], dict[str, float]]:
         tokenizer = load_tokenizer(target.directory)
@@ -73,20 +72,3 @@ def hook(config: TrainConfig) -> Callable[[Target, Drafter, Shared], Callable[[A
         return measure
 
     return start
-
-
-def read_prompts(path: Path) -> list[str]:
-    """The "prompt" of every line of a JSONL file. Raises DataError naming the line."""
-    if not path.is_file():
-        raise DataError(f"run.eval_prompts: no file {str(path)!r}, expected a JSONL of objects with a prompt")
-    prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            prompts.append(json.loads(line)["prompt"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"run.eval_prompts: {path.name} line {number}: expected an object with a prompt") from error
-    if not prompts:
-        raise DataError(f"run.eval_prompts: {path.name} holds no prompt, expected at least one line")
-    return prompts

@@ -6,6 +6,7 @@ from tests.helpers.mutation import Mutant
 
 _TREES = ("tests/drafters/test_tree_confidence.py",)
 _WARM = ("tests/drafters/test_warm_start.py",)
+_CALIBRATION = ("tests/evaluation/test_calibration.py",)
 CONFIDENCE = [
     Mutant(
         "confidence-orphans",
@@ -86,5 +87,37 @@ CONFIDENCE = [
         "    if False:",
         _WARM,
         "B45: rows that the source never trained",
+    ),
+    Mutant(
+        "calibrate-cut-rounds",
+        "jaxspec/evaluation/calibration.py",
+        "        if trace.verified == self._proposals:",
+        "        if trace.verified:",
+        _CALIBRATION,
+        "a proposal that nobody looked at is not a rejected one",
+    ),
+    Mutant(
+        "calibrate-own-slot-only",
+        "jaxspec/evaluation/calibration.py",
+        "    survival = np.cumprod(_sigmoid(logits.astype(np.float64) / scale), axis=1)",
+        "    survival = _sigmoid(logits.astype(np.float64) / scale)",
+        _CALIBRATION,
+        "what is predicted is the prefix, not the slot",
+    ),
+    Mutant(
+        "calibrate-twice",
+        "jaxspec/evaluation/calibration.py",
+        '        if getattr(drafter, "temperatures", ()):',
+        "        if False:",
+        _CALIBRATION,
+        "temperatures are fitted to raw logits",
+    ),
+    Mutant(
+        "calibrate-one-proposal-more",
+        "jaxspec/evaluation/calibration.py",
+        "np.arange(trace.verified) < trace.accepted",
+        "np.arange(trace.verified) <= trace.accepted",
+        _CALIBRATION,
+        "slot k stands when more than k proposals were accepted",
     ),
 ]
