@@ -182,7 +182,6 @@ def test_serve_config() -> None:
         (["engine.cost_table=t", "engine.tree_nodes=4", "drafter=d"], "engine.cost_table"),
         (["engine.cost_table=t", "engine.confidence_threshold=0.5", "drafter=d"], "engine.confidence_threshold"),
         (["engine.cost_table=t"], "drafter"),
-        (["engine.grammar=true", "engine.tree_nodes=4", "drafter=d"], "engine.grammar"),
         (["engine.min_verify_rows=2"], "engine.cost_table"),
         (
             ["engine.cost_table=t", "engine.min_verify_rows=3", "engine.max_verify_rows=2", "drafter=d"],

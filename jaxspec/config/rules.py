@@ -414,10 +414,6 @@ def check_serve(config: ServeConfig) -> None:
             "engine.tree_nodes", "engine.cost_table", "a tree is verified whole", "leave engine.cost_table out"
         )
     _check_budget(engine)
-    if engine.tree_nodes is not None and engine.grammar:
-        raise contradiction(
-            "engine.tree_nodes", "engine.grammar", "masks are built for chains", "leave one of them out"
-        )
     if engine.grammar and not engine.rules:
         raise contradiction(
             "engine.grammar", "engine.rules", "masks are applied where the rules are", "set engine.rules to true"

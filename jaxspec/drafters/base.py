@@ -184,8 +184,23 @@ class Batch:
     lengths: Int[Array, "B"] | None = None  # rows that are no padding; None where nothing but the loss mask tells
 
 
+@dataclasses.dataclass(frozen=True)
+class PrefixUse:
+    """How far a prefix of known tokens stands for the drafter's context. `in_pages`: its rows lie in the pages of the
+    target's (False: nothing may be skipped). `lookahead` is 1 where row t depends on token t + 1. `recomputed` rows at
+    a prompt's end are run in any case."""
+
+    in_pages: bool = True
+    lookahead: int = 0
+    recomputed: int = 1
+
+
 class Drafter(Protocol):
-    """A method: a frozen, hashable object without arrays. Every array comes in as an argument."""
+    """A method: a frozen, hashable object without arrays. Every array comes in as an argument.
+
+    One whose context is not a row in its own page for each token, of that token and those before it, also has
+    `prefix_use(num_pages, page_size, num_slots) -> PrefixUse`.
+    """
 
     @property
     def method(self) -> str: ...

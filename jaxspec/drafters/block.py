@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from jaxspec.drafters.base import Batch, Rows, Shared, Slots
+from jaxspec.drafters.base import Batch, PrefixUse, Rows, Shared, Slots
 from jaxspec.drafters.block_config import BlockConfig
 from jaxspec.drafters.fresh import fresh_params
+from jaxspec.drafters.ring import Ring, init_context, ring_size
 from jaxspec.models import layers as ly
-from jaxspec.models.cache import KVPool, gather, init_pool, write_rows
+from jaxspec.models.cache import KVPool, gather, write_rows
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import DecoderLayer, Tap
 from jaxspec.models.layout import RaggedLayout
@@ -30,6 +31,7 @@ from pallas_kernels.verify_attention.api import verify_attention
 from pallas_kernels.verify_attention.rows import VerifyRows
 
 ContextKV = Sequence[tuple[Array, Array]]
+Context = KVPool | Ring  # of one layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,22 +83,34 @@ class BlockDrafter:
         """Normal(0, 0.02) matrices, norms at one, biases at zero."""
         return fresh_params(self.abstract_params(dtype), key)
 
-    def init_state(self, num_pages: int, page_size: int, dtype: Any, num_slots: int = 0) -> tuple[KVPool, ...]:
-        """One context K/V pool a layer. Only context rows ever live here: a block's own K/V are scratch."""
+    def init_state(self, num_pages: int, page_size: int, dtype: Any, num_slots: int = 0) -> tuple[Context, ...]:
+        """One context K/V pool a layer, or a ring where it slides. Only context rows ever live here: a block's own K/V
+        are scratch."""
         model = self.config.model
         return tuple(
-            init_pool(num_pages, page_size, model.num_kv_heads, model.head_dim, dtype) for _ in range(model.num_layers)
+            init_context(ring, num_pages, page_size, num_slots, model.num_kv_heads, model.head_dim, dtype)
+            for ring in self._rings(num_pages, page_size, num_slots)
         )
 
+    def prefix_use(self, num_pages: int, page_size: int, num_slots: int) -> PrefixUse:
+        """What a ring shows of a prompt is not in its pages."""
+        rings = self._rings(num_pages, page_size, num_slots)
+        windows = [window for ring, (window, *_) in zip(rings, self.config.layer_masks, strict=True) if ring]
+        return PrefixUse(recomputed=max([1, *(window - 1 for window in windows)]))
+
+    def _rings(self, num_pages: int, page_size: int, num_slots: int) -> list[int | None]:
+        proposals = self.config.block_size - 1
+        return [ring_size(window, proposals, num_pages, page_size, num_slots) for window, *_ in self.config.layer_masks]
+
     def commit(
-        self, params: ly.Params, shared: Shared, state: tuple[KVPool, ...], rows: Rows, layout: RaggedLayout
-    ) -> tuple[KVPool, ...]:
+        self, params: ly.Params, shared: Shared, state: tuple[Context, ...], rows: Rows, layout: RaggedLayout
+    ) -> tuple[Context, ...]:
         """Writes the context K/V of committed rows (anchor and accepted tokens; the newest token has no feature
         yet).
         """
         context = self.project_context(params, rows.features)
         return tuple(
-            write_rows(pool, keys, values, layout)
+            pool.write(keys, values, layout) if isinstance(pool, Ring) else write_rows(pool, keys, values, layout)
             for pool, (keys, values) in zip(state, self.context_kv(params, context, layout.positions), strict=True)
         )
 
@@ -151,22 +165,27 @@ class BlockDrafter:
         return jnp.concatenate([anchors[..., None], rest], axis=-1)
 
     def block_hidden(
-        self, params: ly.Params, shared: Shared, state: tuple[KVPool, ...], slots: Slots
+        self, params: ly.Params, shared: Shared, state: tuple[Context, ...], slots: Slots
     ) -> Float[Array, "R block H"]:
         """Hidden states of one block a request; context rows t < s come from the pools."""
         dtype = params["norm"]["weight"].dtype
+        dtype = params["norm"]["weight"].dtype
         inputs = self.block_inputs(shared, self.block_ids(slots.anchors[:, None]), dtype)
-        anchors = slots.positions[:, None]
-        if self.attention != "reference":
-            rows = _block_rows(slots, self.config.block_size)
-            attends = [
-                functools.partial(_over_pages, pool, rows, masks, self.attention)
-                for pool, masks in zip(state, self.config.layer_masks, strict=True)
-            ]
-            return self._layers(params, inputs, anchors, attends)[0][:, 0]
-        context = [gather(pool, slots.page_table, slots.positions) for pool in state]
-        context = [(keys.astype(dtype), values.astype(dtype)) for keys, values in context]
-        return self.block_forward(params, inputs, context, anchors, slots.live[:, None])[0][:, 0]
+        anchors, live = slots.positions[:, None], slots.live[:, None]
+        rows = None if self.attention == "reference" else _block_rows(slots, self.config.block_size)
+        attends: list[Any] = []
+        for pool, masks in zip(state, self.config.layer_masks, strict=True):
+            at = anchors
+            if isinstance(pool, Ring):
+                keys, values, first = pool.read(slots.positions, masks[0])
+                at = anchors - first[:, None]
+            elif rows is not None:
+                attends.append(functools.partial(_over_pages, pool, rows, masks, self.attention))
+                continue
+            else:
+                keys, values = gather(pool, slots.page_table, slots.positions)
+            attends.append(functools.partial(_over_dense, keys.astype(dtype), values.astype(dtype), at, live, masks))
+        return self._layers(params, inputs, anchors, attends)[0][:, 0]
 
     def block_inputs(self, shared: Shared, ids: Int[Array, "*rows"], dtype: Any) -> Float[Array, "*rows H"]:
         """Raw embedding rows times input_embedding_scale."""

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from jaxspec.drafters.base import Batch, DraftSampling, Point, Proposal, Rows, Shared, Slots, Terms, Tree
+from jaxspec.drafters.base import Batch, DraftSampling, Point, PrefixUse, Proposal, Rows, Shared, Slots, Terms, Tree
 from jaxspec.drafters.dflash import DFlash
 from jaxspec.errors import ConfigError
 from jaxspec.models.decoder import Tap
@@ -68,6 +68,10 @@ class DDTree:
     def init_state(self, num_pages: int, page_size: int, dtype: Any, num_slots: int = 0) -> Any:
         """DFlash's."""
         return self.inner.init_state(num_pages, page_size, dtype, num_slots)
+
+    def prefix_use(self, num_pages: int, page_size: int, num_slots: int) -> PrefixUse:
+        """DFlash's."""
+        return self.inner.prefix_use(num_pages, page_size, num_slots)
 
     def commit(self, params: Any, shared: Shared, state: Any, rows: Rows, layout: RaggedLayout) -> Any:
         """DFlash's: only the accepted path arrives here."""

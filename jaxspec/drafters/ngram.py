@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from jaxspec.drafters.base import Batch, DraftSampling, Point, Proposal, Rows, Shared, Slots, Terms
+from jaxspec.drafters.base import Batch, DraftSampling, Point, PrefixUse, Proposal, Rows, Shared, Slots, Terms
 from jaxspec.errors import ConfigError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Tap
@@ -59,6 +59,10 @@ class NGram:
         """Tokens by slot and position, and a last column that padding rows are written to."""
         room = (num_pages - 1) // max(num_slots, 1) * page_size  # page 0 belongs to nobody
         return jnp.zeros((num_slots, room + 1), jnp.int32)
+
+    def prefix_use(self, num_pages: int, page_size: int, num_slots: int) -> PrefixUse:
+        """The text is kept by slot: all of it must pass by."""
+        return PrefixUse(in_pages=False)
 
     def commit(
         self, params: Any, shared: Shared, state: Int[Array, "slots L1"], rows: Rows, layout: RaggedLayout

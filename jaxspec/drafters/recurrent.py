@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from jaxspec.drafters.base import Batch, Dense, DraftSampling, Point, Proposal, Rows, Shared, Slots, Sparse
+from jaxspec.drafters.base import Batch, Dense, DraftSampling, Point, PrefixUse, Proposal, Rows, Shared, Slots, Sparse
 from jaxspec.drafters.confidence import survival
 from jaxspec.drafters.draft_tree import DraftTree
 from jaxspec.drafters.draws import Purpose, inverse_cdf, uniforms
@@ -156,6 +156,10 @@ class RecurrentDrafter(abc.ABC):
         model = self.config.model
         pool = init_pool(num_pages, page_size, model.num_kv_heads, model.head_dim, dtype)
         return RecurrentState(pool, jnp.zeros((num_slots, model.hidden_size), dtype))
+
+    def prefix_use(self, num_pages: int, page_size: int, num_slots: int) -> PrefixUse:
+        """Row t is made of the state of t and the token of t + 1."""
+        return PrefixUse(lookahead=1)
 
     def extend(
         self, params: ly.Params, shared: Shared, pool: KVPool, rows: Rows, layout: RaggedLayout

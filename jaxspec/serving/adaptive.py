@@ -1,7 +1,8 @@
 """Draft length and drafting itself from what was observed, for methods that say nothing about their own chances.
 
 `ObservedAcceptance` gives the planner a confidence, so methods with and without a confidence head share one planner.
-`DraftSwitch` and `RequestSwitch` turn drafting off where it loses, for a load and for a request. All of them see
+`DraftSwitch` and `RequestSwitch` turn drafting off where it loses, for a load and for a request; `PrefillSpeed` knows
+which deadlines cannot be met. All of them see
 finished rounds alone, so no decision knows the tokens it is about (CONTRACTS.md §6.3).
 """
 
@@ -155,6 +156,21 @@ class RequestSwitch:
         else:
             self._pause = self._first
         self._seen = self._accepted = 0
+
+
+class PrefillSpeed:
+    """How long a prompt takes at least: its chunks, each as long as the fastest round with prompt rows so far."""
+
+    def __init__(self, chunk: int):
+        self._chunk, self._fastest = chunk, math.inf
+
+    def observe(self, seconds: float) -> None:
+        """A finished round that had prompt rows."""
+        self._fastest = min(self._fastest, seconds)
+
+    def seconds(self, rows: int) -> float:
+        """Of so many prompt rows; 0 until a round was seen."""
+        return -(-rows // self._chunk) * self._fastest if self._fastest < math.inf else 0.0
 
 
 def break_even(with_drafts: float, without: float) -> float:

@@ -126,12 +126,13 @@ class Drafting:
         owners[[request.slot for request in paused]] = [request.handle for request in paused]
         return confidence, owners
 
-    def time(self, flight: Flight, tokens: int) -> None:
+    def time(self, flight: Flight, tokens: int) -> float:
         """Tells the switch what the round brought and took: since it began, or since the one before it was read."""
         now = self._clock()
         seconds, self._last_read = now - max(flight.began, self._last_read), now
         if self.switch is not None and flight.rows and flight.as_switched:
             self.switch.observe(len(flight.rows), bool(flight.drafters), tokens, seconds, bool(flight.pieces))
+        return seconds
 
     def note(self, flight: Flight, finished: list[tuple[Request, int, int]]) -> None:
         """What a round says about its requests' drafts: how many were verified, and accepted."""

@@ -25,18 +25,20 @@ from jaxspec.decoding.ragged import RaggedOutput, RaggedProgram, Results
 from jaxspec.decoding.request import SamplingParams
 from jaxspec.decoding.round import Weights
 from jaxspec.decoding.runner import DraftLike, Event, TargetLike, TokenLogprob
+from jaxspec.drafters.base import PrefixUse
 from jaxspec.drafters.none import NoDrafter
 from jaxspec.errors import ConfigError, RequestError, problem
 from jaxspec.models.packed import pack
+from jaxspec.serving.adaptive import PrefillSpeed
 from jaxspec.serving.buckets import round_up, slot_grid
 from jaxspec.serving.cost import CostTable
 from jaxspec.serving.drafting import Drafting
 from jaxspec.serving.executables import Executables, every_shape
 from jaxspec.serving.grammar import Grammar, GrammarCompiler
-from jaxspec.serving.pages import PageAllocator, PageLease, rows_in_flight
-from jaxspec.serving.prefix import PrefixCache
+from jaxspec.serving.request_pages import RequestPages
 from jaxspec.serving.requests import Flight, Metrics, Phase, Piece, Request, Shape, prompt_logprobs, token_logprobs
 from jaxspec.serving.round_inputs import RoundInputs
+from jaxspec.serving.scheduler import shares, urgency
 from jaxspec.serving.terms import Terms
 from jaxspec.serving.text import Codec
 
@@ -113,23 +115,24 @@ class Engine:
         )  # fmt: skip
         if grammars is not None and not rules:
             raise ConfigError(problem("engine.grammar", expected="engine.rules to be on"))
-        if grammars is not None and drafter.tree_nodes:
-            found = f"true with a drafter ({drafter.method}) that proposes trees"
-            raise ConfigError(problem("engine.grammar", found, "false: masks are built for chains"))
         whole = 1 + num_slots * self.program.pages_per_slot
         num_pages = whole if num_pages is None else num_pages
-        least = 1 + self.program.pages_per_slot if getattr(drafter, "context_in_pages", True) else whole
+        asked = getattr(drafter, "prefix_use", None)
+        prefix = PrefixUse() if asked is None else asked(num_pages, page_size, num_slots)
+        least = 1 + self.program.pages_per_slot if prefix.in_pages else whole
         if num_pages < least:
             wanted = f"at least {least}, for max_context {max_context}"
             raise ConfigError(problem("engine.num_pages", num_pages, wanted))
         params = pack(target.params, decoder.config) if fast.packed else target.params
         self.weights = Weights(params, draft.params if draft is not None else {}, shared)
-        self._allocator = PageAllocator(num_pages, page_size)
-        self._cache = PrefixCache(self._allocator, lookahead=getattr(drafter, "context_lookahead", 0))
-        self._share = prefix_cache and getattr(drafter, "context_in_pages", True)
         self._slot_buckets = slot_grid(num_slots, slot_buckets)
         written = max(proposals, drafter.tree_nodes) + 1
         self._inputs = RoundInputs(self.program, prefill_chunk, prefill_pieces, proposals + 1, written, self._device)
+        self.lag = int(overlap)
+        self._pages = RequestPages(
+            num_pages, page_size, limit=max_context + drafter.tree_nodes, written=written, lag=self.lag,
+            prefix=prefix if prefix_cache else PrefixUse(in_pages=False),
+        )  # fmt: skip
         self.drafting = Drafting(
             num_slots, proposals, table=cost_table, schedule=limits, shares=row_shares, align=align,
             pause=pause_drafting, clock=clock, read=self._host,
@@ -137,16 +140,15 @@ class Engine:
         grid = self.drafting.row_grid if proposals else lambda slots: ()
         shapes = every_shape(self._slot_buckets, prefill_chunk, grid, fast.bare)
         self.executables = Executables(self.program, shapes, self._inputs, grammars is not None, fast.recycle)
-        self._clock, self.newest = clock, shapes[0]
+        self._clock, self.newest, self._prefill_speed = clock, shapes[0], PrefillSpeed(prefill_chunk)
         self._terms = Terms(self.program, frozenset(eos), codec, grammars)
-        self.lag = int(overlap)
         self._slots: list[Request | None] = [None] * num_slots
         self._flights: collections.deque[Flight] = collections.deque()
         self._pending: collections.deque[Event] = collections.deque()
         self._handles = itertools.count(1)
         self._compilations = CompilationCounter()
         self.reads = 0
-        self.preemptions = self.rounds = self.drafted_rounds = self.rows = self.prefix_hits = self.prefix_rows = 0
+        self.preemptions = self.rounds = self.drafted_rounds = self.rows = 0
         with jax.default_device(self._device):
             dtype = shared.embedding.dtype
             self._state = jax.jit(lambda: self.program.init_engine_state(num_pages, dtype, cache_fill))()
@@ -188,8 +190,8 @@ class Engine:
         while self._flights:
             self._read(self._flights.popleft())
         constrained = [request for request in decoding if request.constraint is not None]
-        drafts = self._host(pending.proposal.tokens) if constrained else None
-        masks = self._inputs.masks(shape, constrained, pieces, drafts)
+        drafts = self._host((pending.proposal.tokens, pending.proposal.tree)) if constrained else (None, None)
+        masks = self._inputs.masks(shape, constrained, pieces, *drafts)
         finish = self.executables.second_half(shape)
         self._state, output = finish(self.weights, self._state, pending, inputs, masks)
         return output
@@ -234,26 +236,40 @@ class Engine:
     @property
     def held_pages(self) -> int:
         """Pages that requests or the prefix cache hold."""
-        return self._allocator.capacity - self._allocator.free
+        return self._pages.held
 
     def metrics(self) -> Metrics:
         """For operators."""
         return Metrics(
-            self.executables.count, self.compile_count, self._allocator.capacity, self.held_pages, self.preemptions,
-            self.prefix_hits, self.prefix_rows, self.rounds, self.drafted_rounds, self.rows,
+            self.executables.count, self.compile_count, self._pages.capacity, self.held_pages, self.preemptions,
+            self._pages.hits, self._pages.hit_rows, self.rounds, self.drafted_rounds, self.rows,
         )  # fmt: skip
 
     def check(self, prompt: Sequence[int], params: SamplingParams, grammar: Grammar | None = None) -> None:
         """Raises RequestError if this request can never be served."""
         self._terms.check(prompt, params, grammar)
 
+    def fits(self, prompt: Sequence[int], params: SamplingParams) -> bool:
+        """Whether a request would find a slot and pages now, beside those that wait for theirs."""
+        return self.free_slots > 0 and self._pages.fits(prompt, params, self._requests(Phase.WAITING))
+
+    def seconds_to_first_token(self, prompt: Sequence[int], params: SamplingParams) -> float:
+        """What a request needs at least, if it begins now: by the fastest rounds so far, 0 before the first."""
+        return self._prefill_speed.seconds(len(prompt) - self._pages.known_rows(prompt, params))
+
     def admit(
-        self, prompt: Sequence[int], params: SamplingParams, sample: int = 0, grammar: Grammar | None = None
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        sample: int = 0,
+        grammar: Grammar | None = None,
+        priority: int = 0,
     ) -> int:
         """Gives a request a slot and returns its handle; its prompt runs in the next rounds.
 
-        `sample` numbers the answers to one request, so that they differ under one seed. Raises RequestError for a
-        request that does not fit, and when no slot is free.
+        `sample` numbers the answers to one request, so that they differ under one seed. `priority`: where pages run
+        out, lower ones give way, then younger ones; `AGING_SECONDS` on a slot are worth one step. Raises RequestError
+        for a request that does not fit, and when no slot is free.
         """
         self.check(prompt, params, grammar)
         if not self.free_slots:
@@ -277,7 +293,9 @@ class Engine:
             secrets.randbits(63) if params.seed is None else params.seed,
             self._terms.ending(prompt, params),
             self._terms.rules(params),
-            PageLease(self._allocator.page_size, []),
+            self._pages.lease(),
+            priority,
+            self._clock(),
             constraint=constraint,
         )
         return handle
@@ -301,14 +319,15 @@ class Engine:
 
     def drop_prefixes(self) -> None:
         """Empties the prefix cache."""
-        self._cache.clear()
+        self._pages.drop_prefixes()
 
     # -- a round ------------------------------------------------------------------------------------------------------
 
     def _requests(self, *phases: Phase) -> list[Request]:
-        """Requests on the slots, oldest first."""
+        """Requests on the slots, the most urgent first."""
         found = [request for request in self._slots if request is not None and (not phases or request.phase in phases)]
-        return sorted(found, key=lambda request: request.handle)
+        now = self._clock()
+        return sorted(found, key=lambda one: (urgency(one.priority, one.arrived, now), one.handle))
 
     def _dispatch(self) -> bool:
         """Starts a round for whoever has pages for it; False if there is nobody."""
@@ -339,8 +358,7 @@ class Engine:
             piece.request.lease.commit(piece.count)
             if piece.final:
                 piece.request.phase = Phase.DECODING
-                if self._shares_pages(piece.request):
-                    self._cache.insert(piece.request.text, piece.request.lease)
+                self._pages.publish(piece.request)
         for request in decoding:
             request.unread += 1
         rows_read = [(request, request.epoch) for request in decoding]
@@ -353,64 +371,60 @@ class Engine:
         return True
 
     def _reserve_decoding(self) -> list[Request]:
-        """Decoding requests with room for this round's rows; where pages run out the youngest requests give way."""
+        """Decoding requests with room for this round's rows; where pages run out the least urgent requests give way."""
         kept: list[Request] = []
         for request in self._requests(Phase.DECODING):
-            while request.phase is Phase.DECODING and not self._reserve(request):
+            while request.phase is Phase.DECODING and not self._pages.reserve(request):
                 self._preempt(self._requests(Phase.DECODING, Phase.PREFILL)[-1])
             if request.phase is Phase.DECODING:
                 kept.append(request)
         return [request for request in kept if request.phase is Phase.DECODING]
 
-    def _reserve(self, request: Request) -> bool:
-        limit = self.max_context + self.program.drafter.tree_nodes
-        rows = rows_in_flight(request.unread, self._inputs.written)
-        return request.lease.reserve(self._allocator, rows, limit, self._cache.evict)
-
     def _preempt(self, request: Request) -> None:
         """Takes its pages; it starts again over prompt and answer so far. Rounds in flight no longer count for it."""
         self.preemptions += 1
-        self._close(request)
+        self._pages.close(request)
         request.phase = Phase.WAITING
         request.epoch += 1
         request.unread = 0
 
     def _prefill_pieces(self) -> Iterator[Piece]:
-        """Up to `prefill_pieces` prompts in a chunk, oldest first: a request without pages holds up those behind it."""
-        at = index = 0
+        """Even shares of a chunk for the most urgent prompts, up to `prefill_pieces` of them."""
+        chosen: list[Request] = []
+        blocked = False
         for request in self._requests(Phase.WAITING, Phase.PREFILL):
-            if request.phase is Phase.WAITING and self._follows(request):
-                continue
-            if index == self._inputs.pieces or at == self._inputs.chunk:
-                return
-            if request.phase is Phase.WAITING and not self._open(request):
-                return
+            if len(chosen) == min(self._inputs.pieces, self._inputs.chunk):
+                break
+            if request.phase is Phase.WAITING:
+                # One without pages holds up those behind it that have none either: what becomes free is kept for it.
+                if blocked or self._follows(request):
+                    continue
+                if not self._open(request):
+                    blocked = True
+                    continue
+            chosen.append(request)
+        at = 0
+        given = shares([len(one.text) - one.lease.committed for one in chosen], self._inputs.chunk)
+        for index, (request, count) in enumerate(zip(chosen, given, strict=True)):
             start = request.lease.committed
-            count = min(self._inputs.chunk - at, len(request.text) - start)
             yield Piece(index, request, request.epoch, start, count, start + count == len(request.text), at)
-            at, index = at + count, index + 1
+            at += count
 
     def _follows(self, request: Request) -> bool:
         """Whether another request runs the same text just now: its pages will be in the cache (n > 1)."""
-        return self._shares_pages(request) and any(
-            other.text == request.history and self._shares_pages(other) for other in self._requests(Phase.PREFILL)
+        return self._pages.shares(request.params) and any(
+            other.text == request.history and self._pages.shares(other.params)
+            for other in self._requests(Phase.PREFILL)
         )
 
     def _open(self, request: Request) -> bool:
-        """Pages for the whole text of a request, those of a known prefix first."""
+        """Begins a request's prompt, if there are pages for all of it."""
         request.text = request.history
         request.prompt_logprobs.clear()
-        if self._shares_pages(request):
-            request.lease = self._cache.open(request.text)
-        limit = self.max_context + self.program.drafter.tree_nodes
-        rows = len(request.text) - request.lease.committed + rows_in_flight(self.lag, self._inputs.written)
-        if request.lease.reserve(self._allocator, rows, limit, self._cache.evict):
+        opened = self._pages.open(request)
+        if opened:
             request.phase = Phase.PREFILL
-            self.prefix_hits += request.lease.committed > 0
-            self.prefix_rows += request.lease.committed
-            return True
-        request.lease.release(self._allocator)
-        return False
+        return opened
 
     # -- its results --------------------------------------------------------------------------------------------------
 
@@ -426,7 +440,9 @@ class Engine:
 
     def _read(self, flight: Flight) -> None:
         output, results = flight.output, self._results(flight.output, flight.slots)
-        self.drafting.time(flight, int(results.counts.sum()))
+        seconds = self.drafting.time(flight, int(results.counts.sum()))
+        if flight.pieces:
+            self._prefill_speed.observe(seconds)
         members = [piece.request for piece in flight.pieces] + [request for request, _ in flight.rows]
         if any(request.params.logprobs is not None for request in members):
             wanted = (output.logprobs, output.first_logprobs, output.prompt_logprobs)
@@ -475,17 +491,6 @@ class Engine:
             self._end(request)
 
     def _end(self, request: Request) -> None:
-        self._close(request)
+        self._pages.close(request)
         request.phase = Phase.ENDED
         self._slots[request.slot] = None
-
-    def _close(self, request: Request) -> None:
-        """Gives the pages back; the full ones stay known to the prefix cache until they are evicted."""
-        if self._shares_pages(request):
-            self._cache.close(request.tokens, request.lease)
-        else:
-            request.lease.release(self._allocator)
-
-    def _shares_pages(self, request: Request) -> bool:
-        """Whether a cached prefix may stand for its rows: not where each of the prompt's rows has something to say."""
-        return self._share and request.rules is None and not request.params.prompt_logprobs

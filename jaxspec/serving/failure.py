@@ -14,7 +14,8 @@ class Status(enum.Enum):
     """The names are those of the gRPC status codes."""
 
     INVALID_ARGUMENT = "the request is wrong and would fail again"
-    RESOURCE_EXHAUSTED = "the queue is full; try again later"
+    RESOURCE_EXHAUSTED = "the queue is full, or the deadline too near; try again later"
+    DEADLINE_EXCEEDED = "the deadline passed before the request began"
     UNAVAILABLE = "not serving (warming up, draining or failed); nothing was done, another server may take it"
     INTERNAL = "the server broke while it worked on this request"
 

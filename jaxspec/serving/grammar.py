@@ -101,29 +101,32 @@ class Constraint:
         """Whether nothing but the end of the sequence may follow."""
         return self._bound and self._matcher.is_stopped()
 
-    def masks(self, drafts: Sequence[int]) -> Int[np.ndarray, "m1 W"]:
-        """Packed masks of the block's rows: row k allows what may follow the emitted tokens and d_1 … d_k.
+    def masks(self, drafts: Sequence[int], parents: Sequence[int] | None = None) -> Int[np.ndarray, "m1 W"]:
+        """Packed masks of the block's rows: row k allows what may follow the emitted tokens and d_1 … d_k, or, in a
+        tree, the nodes on row k's path. `parents` are the nodes' rows (the root is row 0), -1 for one that is none.
 
         Rows that cannot matter allow everything: those behind a draft that the grammar rejects, which acceptance
         rejects too, and those behind the grammar's end, which the host cuts off.
         """
         rows = np.full((len(drafts) + 1, -(-self._tokens.vocab_size // 32)), -1, np.int32)
-        bound, tail, taken = self._bound, self._tail, 0
-        for row, token in enumerate([*drafts, None]):
+        children: dict[int, list[int]] = collections.defaultdict(list)
+        for node, parent in enumerate(range(len(drafts)) if parents is None else parents):
+            children[int(parent)].append(node)
+
+        def visit(row: int, bound: bool, tail: bytes) -> None:
             if bound:
                 if self._matcher.is_stopped():
-                    break
-                mask = rows[row]
-                self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-            if token is None:
-                break
-            if not bound:
-                bound, tail = self._seen(tail, int(token))
-            elif self._matcher.try_consume_tokens([int(token)]):
-                taken += 1
-            else:
-                break
-        self._back(taken)
+                    return
+                self._matcher.unsafe_compute_mask_ptr(rows[row].ctypes.data, rows[row].nbytes)
+            for node in children[row]:
+                token = int(drafts[node])
+                if not bound:
+                    visit(node + 1, *self._seen(tail, token))
+                elif self._matcher.try_consume_tokens([token]):
+                    visit(node + 1, True, tail)
+                    self._back(1)
+
+        visit(0, self._bound, self._tail)
         return rows
 
     def advance(self, tokens: Sequence[int]) -> int:

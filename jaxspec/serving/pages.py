@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from jaxspec.errors import ConfigError, InvariantError, problem
 
@@ -43,6 +43,10 @@ class PageAllocator:
     def references(self, page: int) -> int:
         """Holders of a page."""
         return int(self._references[page])
+
+    def held_once(self, pages: Bool[np.ndarray, "N"]) -> int:
+        """How many of the marked pages have one holder."""
+        return int(np.count_nonzero(self._references[pages] == 1))
 
     def take(self, count: int) -> list[int] | None:
         """`count` fresh pages with one holder, or None (and nothing taken) where there are not so many."""

@@ -12,6 +12,8 @@ import heapq
 import itertools
 from collections.abc import Hashable, Iterator, Sequence
 
+import numpy as np
+
 from jaxspec.serving.pages import PageAllocator, PageLease
 
 Key = tuple[int, ...]
@@ -49,6 +51,7 @@ class PrefixCache:
         self._recomputed = max(recomputed, 1)
         self._roots: dict[Hashable, _Node] = {}
         self._leaves: list[Entry] = []
+        self._pages = np.zeros(allocator.capacity + 1, bool)
         self._clock, self._entries, self._size = itertools.count(1), itertools.count(), 0
 
     @property
@@ -56,23 +59,28 @@ class PrefixCache:
         """Pages in the tree."""
         return self._size
 
+    @property
+    def evictable(self) -> int:
+        """Pages that `evict` could free: no request holds them, nor then those behind them."""
+        return self._allocator.held_once(self._pages)
+
+    def known(self, prompt: Sequence[int], namespace: Hashable = None, *, held: bool = False) -> int:
+        """Pages that `open` would begin with; those of them that somebody else holds too."""
+        found = list(self._prefix(prompt, namespace))
+        return sum(self._allocator.references(node.page) > 1 for node in found) if held else len(found)
+
     def open(self, prompt: Sequence[int], namespace: Hashable = None) -> PageLease:
         """A lease that starts with the longest cached prefix of a prompt: its `committed` rows need no prefill.
 
         Requests of different `namespace`s (another drafter, say) share nothing.
         """
-        size, lease = self._allocator.page_size, PageLease(self._allocator.page_size, [])
-        usable = (len(prompt) - self._recomputed) // size
-        node = self._roots.get(namespace)
-        for key in itertools.islice(self._keys(prompt), max(usable, 0)):
-            node = None if node is None else node.children.get(key)
-            if node is None or not node.drafted:
-                break
+        lease = PageLease(self._allocator.page_size, [])
+        for node in self._prefix(prompt, namespace):
             self._touch(node)
             self._allocator.hold(node.page)
             lease.pages.append(node.page)
         lease.shared = len(lease.pages)
-        lease.committed = lease.shared * size
+        lease.committed = lease.shared * lease.page_size
         return lease
 
     def insert(
@@ -89,11 +97,11 @@ class PrefixCache:
             child = node.children.get(key)
             if child is None:
                 child = node.children[key] = _Node(page, key, node, drafted)
-                self._allocator.hold(page)
+                self._hold(page)
                 self._size += 1
             elif drafted and not child.drafted:
-                self._allocator.hold(page)
-                self._allocator.release(child.page)
+                self._hold(page)
+                self._release(child.page)
                 child.page, child.drafted = page, True
             self._touch(child)
             node = child
@@ -130,12 +138,30 @@ class PrefixCache:
     def clear(self) -> None:
         """Drops every page; requests keep those that they hold."""
         for node in self._nodes():
-            self._allocator.release(node.page)
+            self._release(node.page)
         self._roots.clear()
         self._leaves.clear()
         self._size = 0
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _prefix(self, prompt: Sequence[int], namespace: Hashable) -> Iterator[_Node]:
+        """The longest known prefix of which every page may be used."""
+        usable = (len(prompt) - self._recomputed) // self._allocator.page_size
+        node = self._roots.get(namespace)
+        for key in itertools.islice(self._keys(prompt), max(usable, 0)):
+            node = None if node is None else node.children.get(key)
+            if node is None or not node.drafted:
+                return
+            yield node
+
+    def _hold(self, page: int) -> None:
+        self._allocator.hold(page)
+        self._pages[page] = True
+
+    def _release(self, page: int) -> None:
+        self._allocator.release(page)
+        self._pages[page] = False
 
     def _keys(self, tokens: Sequence[int]) -> Iterator[Key]:
         """Each full page's tokens, and those behind it that its rows depend on."""
@@ -156,7 +182,7 @@ class PrefixCache:
         assert parent is not None
         del parent.children[node.key]
         node.parent = None
-        self._allocator.release(node.page)
+        self._release(node.page)
         self._size -= 1
         if parent.parent is not None and not parent.children:
             heapq.heappush(self._leaves, (parent.used, next(self._entries), parent))

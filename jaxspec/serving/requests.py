@@ -57,6 +57,8 @@ class Request:
     ending: AnswerEnd
     rules: Rules | None  # one row, where it asks for any
     lease: PageLease
+    priority: int = 0
+    arrived: float = 0.0  # when it got its slot
     phase: Phase = Phase.WAITING
     emitted: list[int] = dataclasses.field(default_factory=list)
     text: list[int] = dataclasses.field(default_factory=list)  # what prefill runs over; `history` when it began

@@ -15,6 +15,7 @@ from jaxspec.decoding.parcel import Parcel
 from jaxspec.decoding.processors import LogitRules, mask_words, rule_rows
 from jaxspec.decoding.ragged import Masks, PrefillRows, RaggedProgram, RoundInput, Rules
 from jaxspec.decoding.sampling import SlotSampling
+from jaxspec.drafters.base import Tree
 from jaxspec.serving.requests import Piece, Request, Shape
 
 
@@ -115,15 +116,23 @@ class RoundInputs:
         return PrefillRows(tokens, following, slots, starts, counts, finals, forced, fresh, answers)
 
     def masks(
-        self, shape: Shape, constrained: Sequence[Request] = (), pieces: Sequence[Piece] = (), drafts: Any = None
+        self,
+        shape: Shape,
+        constrained: Sequence[Request] = (),
+        pieces: Sequence[Piece] = (),
+        drafts: Any = None,
+        tree: Tree | None = None,
     ) -> Masks:
-        """Of decoding requests with a grammar (`drafts` [R, m]: their proposals, on the host) and of prompts' ends."""
+        """Of decoding requests with a grammar, and of prompts' ends. `drafts` [R, m] are their proposals, on the host,
+        as the shape of a tree is."""
         words = mask_words(self._vocab)
-        rows = np.full((shape.slots, self.rows_each if shape.drafting else 1, words), -1, np.int32)
+        rows = np.full((shape.slots, self.written if shape.drafting else 1, words), -1, np.int32)
         first = np.full((self.pieces, words), -1, np.int32)
         for request in constrained:
             assert request.constraint is not None
-            rows[request.slot] = request.constraint.masks(drafts[request.slot].tolist())[:, :words]
+            slot = request.slot
+            parents = None if tree is None else np.where(tree.valid[slot], tree.parents[slot], -1).tolist()
+            rows[slot] = request.constraint.masks(drafts[slot].tolist(), parents)[:, :words]
         for piece in pieces:
             if piece.final and piece.request.constraint is not None:
                 first[piece.index] = piece.request.constraint.masks([])[0, :words]

@@ -42,8 +42,6 @@ class Terms:
         self.rules(params)
         if grammar is not None and self.grammars is None:
             raise RequestError(problem("grammar", expected="none: the server was started without grammars"))
-        if grammar is not None and self.program.drafter.tree_nodes:
-            raise RequestError(problem("grammar", expected="none: the drafter proposes trees"))
 
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         return tuple(sorted({*params.stop_token_ids, *(() if params.ignore_eos else self.eos)}))

@@ -3,8 +3,8 @@
 Every touch of jax state (start-up, rounds, cancelling) happens on this one thread, so the engine needs no lock and the
 device sees one order of work. Other threads only enter the queue and mark requests as cancelled.
 
-The engine decides what runs in a round; who gets a free slot is decided here, in the scheduler's order of priority,
-deadline and arrival.
+The engine decides what runs in a round; who gets a free slot, and who is refused because its deadline cannot be met,
+is decided here by the rules of `scheduler`.
 
 A request is known to the engine by its handle. Handles are never reused, and a finished or cancelled handle is
 forgotten at once: whatever still arrives for it (a round that was in flight) is dropped, and a late cancel cannot hit
@@ -23,18 +23,15 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from jaxspec.decoding.runner import Event, TokenLogprob
-from jaxspec.errors import RequestError
+from jaxspec.errors import RequestError, problem
 from jaxspec.serving.engine import Metrics
 from jaxspec.serving.facts import Facts, Loaded
 from jaxspec.serving.failure import Failure, Status
 from jaxspec.serving.grammar import Grammar, GrammarCompiler
-from jaxspec.serving.scheduler import urgency
+from jaxspec.serving.scheduler import choose
 from jaxspec.serving.text import Codec
 
 __all__ = ["Delta", "Load", "State", "Stopped", "Ticket", "Usage", "Worker"]
-
-
-AGING_SECONDS = 10.0  # waiting time that is worth one step of priority
 
 
 class State(enum.Enum):
@@ -51,7 +48,7 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class Usage:
-    """Counts of one answer; seconds from arrival to a slot, and from there to the first token."""
+    """Counts of one answer; seconds from arrival to a slot, from there to the first token, and to the last one."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -60,6 +57,7 @@ class Usage:
     proposed: int
     queue_seconds: float
     prefill_seconds: float
+    decode_seconds: float
 
 
 @dataclass(frozen=True)
@@ -108,6 +106,7 @@ class Ticket:
     handle: int | None = None
     queue_seconds: float = 0.0
     prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
     completion_tokens: int = 0
     rounds: int = 0
     accepted: int = 0
@@ -265,6 +264,7 @@ class Worker:
 
     def _serve(self, runner: Any) -> None:
         while self._wait_for_work():
+            self._refuse_late(runner)
             # Admission runs nothing: prompts are prefilled in pieces, in the rounds of the running answers.
             while (ticket := self._next(runner)) is not None:
                 self._admit(runner, ticket)
@@ -284,20 +284,38 @@ class Worker:
                 self._to_cancel.extend(self._running.values())
             return bool(self._running)
 
-    def _next(self, runner: Any) -> Ticket | None:
-        """The request to admit now, if there is one and a slot for it."""
+    def _refuse_late(self, runner: Any) -> None:
+        """Answers the waiting requests whose deadline has passed, or would before a prompt of their length had run."""
+        now, late = time.monotonic(), []
         with self._changed:
-            if self._waiting and runner.free_slots > 0:
-                now = time.monotonic()
-                ticket = min(
-                    self._waiting, key=lambda one: urgency(one.priority, one.deadline, one.arrived, now, AGING_SECONDS)
-                )
+            for ticket in self._waiting:
+                if ticket.deadline == math.inf:
+                    continue
+                least = runner.seconds_to_first_token(ticket.prompt_ids, ticket.params)
+                if now + least > ticket.deadline:
+                    late.append((ticket, least))
+            self._waiting = [ticket for ticket in self._waiting if all(ticket is not one for one, _ in late)]
+            self._changed.notify_all()
+        for ticket, least in late:
+            left = ticket.deadline - now
+            if left <= 0:
+                self._tell(ticket, Failure(Status.DEADLINE_EXCEEDED, "the deadline passed before the request began"))
+            else:
+                action = f"its prompt takes {least:.3g} s; try again with more time, or elsewhere"
+                message = problem("deadline", f"{left:.3g} s from now", "a later one", action)
+                self._tell(ticket, Failure(Status.RESOURCE_EXHAUSTED, message))
+
+    def _next(self, runner: Any) -> Ticket | None:
+        """The request to admit now, if there is one, and a slot and pages for it."""
+        with self._changed:
+            fits = lambda one: runner.fits(one.prompt_ids, one.params)  # noqa: E731
+            ticket = choose(self._waiting, time.monotonic(), fits) if runner.free_slots else None
+            if ticket is not None:
                 self._waiting.remove(ticket)
                 self._admitting = ticket
-                return ticket
-            if self._waiting and not self._running and not self._to_cancel:
-                raise RuntimeError("the runner has lost its slots: none is free although none is in use")
-            return None
+            elif self._waiting and not self._running and not self._to_cancel:
+                raise RuntimeError("the runner has lost its slots or pages: none is free although none is in use")
+            return ticket
 
     def _leaving(self) -> bool:
         return self._state is not State.SERVING
@@ -306,7 +324,9 @@ class Worker:
         ticket.admitted = time.monotonic()
         ticket.queue_seconds = ticket.admitted - ticket.arrived
         try:
-            handle = runner.admit(ticket.prompt_ids, ticket.params, ticket.sample, ticket.grammar)
+            handle = runner.admit(
+                ticket.prompt_ids, ticket.params, ticket.sample, ticket.grammar, priority=ticket.priority
+            )
         except RequestError as error:
             with self._changed:
                 self._admitting = None
@@ -338,8 +358,10 @@ class Worker:
         ticket = self._running.get(event.handle)
         if ticket is None:  # the rest of a round that was in flight when its request ended
             return
+        elapsed = time.monotonic() - ticket.admitted
         if not ticket.completion_tokens:
-            ticket.prefill_seconds = time.monotonic() - ticket.admitted
+            ticket.prefill_seconds = elapsed
+        ticket.decode_seconds = elapsed - ticket.prefill_seconds
         ticket.completion_tokens += len(event.tokens)
         ticket.rounds += bool(event.from_round)
         ticket.accepted += event.accepted

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxspec.drafters.base import Rows
+from jaxspec.drafters.ring import Ring
 from jaxspec.models.layout import keep_rows, uniform_layout
 from tests.drafters import tiny
 
@@ -26,11 +27,15 @@ LAYERS = {
 METHODS = {"dflash": tiny.dflash, "dspark": tiny.dspark}
 
 
-def serve(drafter, params, shared, batch, anchors, fill=0.0, chunk=3):
-    """Hidden states of one block a request; the contexts come in through `commit` in ragged chunks."""
+def serve(drafter, params, shared, batch, anchors, fill=0.0, chunk=3, rings=False):
+    """Hidden states of one block a request; the contexts come in through `commit` in ragged chunks. With `rings` the
+    sliding layers keep their last rows alone."""
     requests = len(anchors)
     table = tiny.page_tables(requests, PAGES)
-    state = jax.eval_shape(lambda: drafter.init_state(1 + requests * PAGES, PAGE, jnp.float32))
+    slots = requests if rings else 0
+    state = jax.eval_shape(lambda: drafter.init_state(1 + requests * PAGES, PAGE, jnp.float32, slots))
+    sliding = [bool(window) for window, *_ in drafter.config.layer_masks]
+    assert [isinstance(pool, Ring) for pool in state] == (sliding if rings else [False] * len(sliding))
     state = jax.tree.map(lambda x: jnp.asarray(np.full(x.shape, fill, x.dtype)), state)
     anchors = jnp.asarray(anchors, jnp.int32)
 
@@ -71,6 +76,32 @@ def test_B51_training_forward_equals_serving_forward(method, layers):
     served = serve(drafter, params, shared, batch, anchors)
     np.testing.assert_allclose(served, trained, atol=1e-5, rtol=1e-5)
     assert np.abs(np.asarray(trained[2] - trained[3])).max() > 1e-2  # a block that ignored its context would pass, too
+
+
+@pytest.mark.parametrize(
+    ("layers", "chunk"),
+    [("sliding-legacy", 3), ("sliding-bidirectional", LENGTH), ("sliding-causal", 5), ("window-1", LENGTH)],
+)
+def test_B51_B64_rings_of_sliding_layers_serve_what_was_trained(layers, chunk):
+    """Contexts longer than the ring, chunks longer than the ring, and rows that were never written."""
+    drafter = tiny.dflash(**LAYERS[layers])
+    params, shared = tiny.random_params(drafter), tiny.shared()
+    anchors = [0, 1, 5, 9, LENGTH - 1]
+    batch = tiny.batch(anchors, LENGTH)
+    trained = jax.jit(lambda p: drafter.training_hidden(p, shared, batch))(params)[0]
+    served = serve(drafter, params, shared, batch, anchors, np.nan, chunk, rings=True)
+    np.testing.assert_allclose(served, trained, atol=1e-5, rtol=1e-5)
+
+
+def test_memory_of_a_ring_depends_on_the_window_alone():
+    drafter = tiny.dflash(**LAYERS["sliding-legacy"])
+    short, long = (jax.eval_shape(lambda n=n: drafter.init_state(n, PAGE, jnp.float32, 3)) for n in (100, 10_000))
+    assert short[0].rows.shape == long[0].rows.shape == (4, 5 + 3 + 1, 4, 6)
+    assert short[1].shape[0] == 100 and long[1].shape[0] == 10_000  # a full layer keeps every row
+    assert drafter.prefix_use(100, PAGE, 3).recomputed == 4
+    few = 1 + 27 // PAGE  # pages that take no more than the rings would
+    assert not any(isinstance(pool, Ring) for pool in drafter.init_state(few, PAGE, jnp.float32, 3))
+    assert drafter.prefix_use(few, PAGE, 3).recomputed == 1
 
 
 @pytest.mark.parametrize("fill", [np.nan, 1e30])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.helpers.mutation import Mutant
 
 _ENGINE, _RAGGED = "jaxspec/serving/engine.py", "jaxspec/decoding/ragged.py"
+_PAGES = "jaxspec/serving/request_pages.py"
 _DRAFTING, _INPUTS = "jaxspec/serving/drafting.py", "jaxspec/serving/round_inputs.py"
 _FILE = "tests/serving/test_engine_rounds.py"
 _SOAK = (f"{_FILE}::test_answers_are_those_of_a_walk_while_requests_give_way",)
@@ -24,9 +25,9 @@ ENGINE = [
     ),
     Mutant(
         "engine-unread-rows-not-reserved",
-        _ENGINE,
-        "rows_in_flight(request.unread, self._inputs.written)",
-        "rows_in_flight(0, self._inputs.written)",
+        _PAGES,
+        "rows_in_flight(request.unread, self._written)",
+        "rows_in_flight(0, self._written)",
         _FULL,
         "a round in flight has used the rows that the next one counts on",
     ),
@@ -64,8 +65,8 @@ ENGINE = [
     ),
     Mutant(
         "engine-next-owner-of-pages-in-the-same-round",
-        _ENGINE,
-        "rows = len(request.text) - request.lease.committed + rows_in_flight(self.lag, self._inputs.written)",
+        _PAGES,
+        "rows = len(request.text) - request.lease.committed + rows_in_flight(self._lag, self._written)",
         "rows = 1",
         _SOAK,
         "a prompt begins without pages for all of its rows",
@@ -105,8 +106,8 @@ ENGINE = [
     Mutant(
         "engine-every-sample-prefills",
         _ENGINE,
-        "            if request.phase is Phase.WAITING and self._follows(request):\n                continue\n",
-        "",
+        "if blocked or self._follows(request):",
+        "if blocked:",
         _PREFIX,
         "n answers to a prompt prefill it n times",
     ),
@@ -177,8 +178,8 @@ ENGINE = [
     Mutant(
         "serving-arrival-alone",
         "jaxspec/serving/worker.py",
-        "urgency(one.priority, one.deadline, one.arrived, now, AGING_SECONDS)",
-        "one.arrived",
+        "choose(self._waiting, time.monotonic(), fits)",
+        "next(filter(fits, self._waiting), None)",
         ("tests/serving/test_worker.py::test_priority_then_deadline_then_arrival",),
         "priority and deadline are accepted and ignored",
     ),

@@ -9,16 +9,16 @@ GRAMMAR = [
     Mutant(
         "grammar-drafts-move-the-state",
         _FILE,
-        "        self._back(taken)\n        return rows",
-        "        return rows",
+        "                    visit(node + 1, True, tail)\n                    self._back(1)\n",
+        "                    visit(node + 1, True, tail)\n",
         (f"{_TESTS}::test_B25_the_state_is_that_of_the_emitted_tokens",),
         "a rejected draft was never said (B25)",
     ),
     Mutant(
         "grammar-one-mask-for-the-block",
         _FILE,
-        "                taken += 1\n            else:",
-        "                taken += 1\n                break\n            else:",
+        "                    visit(node + 1, True, tail)\n                    self._back(1)\n",
+        "                    self._back(1)\n",
         (f"{_TESTS}::test_rows_of_a_block_are_what_plain_decoding_would_see",),
         "every row has a mask of its own",
     ),
@@ -33,20 +33,26 @@ GRAMMAR = [
     Mutant(
         "grammar-mask-behind-the-end",
         _FILE,
-        "                if self._matcher.is_stopped():\n                    break",
-        "                if False:\n                    break",
+        "                if self._matcher.is_stopped():\n                    return\n",
+        "",
         (f"{_TESTS}::test_rows_of_a_block_are_what_plain_decoding_would_see",),
         "a matcher that ended is not asked again (B23)",
     ),
     Mutant(
         "grammar-marker-waits-for-the-next-round",
         _FILE,
-        "                bound, tail = self._seen(tail, int(token))\n            elif self._matcher.try_consume_tokens"
-        "([int(token)]):\n                taken",
-        "                tail = self._seen(tail, int(token))[1]\n            elif self._matcher.try_consume_tokens"
-        "([int(token)]):\n                taken",
+        "visit(node + 1, *self._seen(tail, token))",
+        "visit(node + 1, False, self._seen(tail, token)[1])",
         (f"{_TESTS}::test_a_marker_inside_the_block_switches_the_grammar_on",),
         "rows behind a drafted marker are bound already",
+    ),
+    Mutant(
+        "grammar-tree-taken-for-a-chain",
+        "jaxspec/serving/round_inputs.py",
+        "parents = None if tree is None else",
+        "parents = None if True else",
+        ("tests/serving/test_engine_grammar.py::test_B23_B25_constrained_answers_are_those_of_plain_decoding",),
+        "a node's mask is that of its own path",
     ),
     Mutant(
         "grammar-marker-in-one-token-only",

@@ -6,6 +6,10 @@ from tests.helpers.mutation import Mutant
 
 _TESTS = "tests/serving/test_pages.py"
 _PAGES, _PREFIX = "jaxspec/serving/pages.py", "jaxspec/serving/prefix.py"
+_USE = (
+    "tests/serving/test_engine_prefix.py::test_B26_B27_a_prefix_hit_and_the_slots_last_owner_change_no_accept_length",
+)
+_RING, _SERVED = "jaxspec/drafters/ring.py", "tests/drafters/test_train_equals_serve.py"
 PAGES = [
     Mutant(
         "pages-trash-handed-out",
@@ -42,8 +46,8 @@ PAGES = [
     Mutant(
         "prefix-takes-the-whole-prompt",
         _PREFIX,
-        "usable = (len(prompt) - self._recomputed) // size",
-        "usable = len(prompt) // size",
+        "usable = (len(prompt) - self._recomputed) // self._allocator.page_size",
+        "usable = len(prompt) // self._allocator.page_size",
         (f"{_TESTS}::test_B27_a_hit_ends_before_the_last_token_and_at_a_pages_edge",),
         "a full hit leaves no row whose logits give the first token (B27)",
     ),
@@ -94,5 +98,53 @@ PAGES = [
         "heapq.heappush(self._leaves, (-node.used, next(self._entries), node))",
         (f"{_TESTS}::test_the_least_recently_used_leaf_goes_first_and_held_pages_stay",),
         "eviction is of the least recently used",
+    ),
+    Mutant(
+        "prefix-eagle-page-without-the-next-token",
+        "jaxspec/drafters/recurrent.py",
+        "return PrefixUse(lookahead=1)",
+        "return PrefixUse()",
+        _USE,
+        "a page's last drafter row is another prompt's (B27)",
+    ),
+    Mutant(
+        "prefix-ngram-skips-text",
+        "jaxspec/drafters/ngram.py",
+        "return PrefixUse(in_pages=False)",
+        "return PrefixUse()",
+        _USE,
+        "what a hit skips is the text of the slot's last owner (B26)",
+    ),
+    Mutant(
+        "prefix-ring-without-its-window",
+        "jaxspec/drafters/block.py",
+        "return PrefixUse(recomputed=max([1, *(window - 1 for window in windows)]))",
+        "return PrefixUse()",
+        _USE,
+        "a ring holds nothing of what a hit skips",
+    ),
+    Mutant(
+        "ring-reads-what-was-never-written",
+        _RING,
+        " & (positions >= ends[:, None] - (window - 1))",
+        "",
+        _USE,
+        "behind a prefix hit a ring holds anything (B64)",
+    ),
+    Mutant(
+        "ring-of-the-wrong-slot",
+        _RING,
+        "owners = jnp.arange(layout.starts.shape[0]) if layout.owners is None else layout.owners",
+        "owners = jnp.arange(layout.starts.shape[0])",
+        _USE,
+        "a prompt's piece is not on the slot of its index",
+    ),
+    Mutant(
+        "ring-context-at-the-start",
+        "jaxspec/drafters/block.py",
+        "at = anchors if first is None else anchors - first[:, None]",
+        "at = anchors",
+        (f"{_SERVED}::test_B51_B64_rings_of_sliding_layers_serve_what_was_trained",),
+        "a ring's first row is not position 0",
     ),
 ]

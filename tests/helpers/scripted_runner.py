@@ -80,6 +80,8 @@ class ScriptedRunner:
     widths: Sequence[int] = (3, 1, 5, 2)
     answers: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
     late_events: bool = False
+    room: float = float("inf")  # the longest prompt that fits, as if pages were short
+    seconds_each: float = 0.0  # of prefill, for each id of a prompt
 
     def __post_init__(self) -> None:
         self.changed = threading.Condition()
@@ -87,6 +89,7 @@ class ScriptedRunner:
         self.prefills = Gate(self.changed)
         self.violations: list[str] = []
         self.admitted: list[tuple[int, ...]] = []
+        self.priorities: list[int] = []
         self.cancelled: list[int] = []
         self.steps = 0
         self.fail_step: BaseException | None = None
@@ -115,7 +118,13 @@ class ScriptedRunner:
     def metrics(self) -> Metrics:
         return Metrics(2, 0, 100, len(self._rows), 0, 0, 0, self.steps, self.steps, 5 * self.steps)
 
-    def admit(self, prompt_ids: Sequence[int], params, sample: int = 0, grammar=None) -> int:
+    def fits(self, prompt_ids: Sequence[int], params) -> bool:
+        return self.free_slots > 0 and len(prompt_ids) <= self.room
+
+    def seconds_to_first_token(self, prompt_ids: Sequence[int], params) -> float:
+        return self.seconds_each * len(prompt_ids)
+
+    def admit(self, prompt_ids: Sequence[int], params, sample: int = 0, grammar=None, priority: int = 0) -> int:
         self._on_one_thread()
         self.prefills.enter()
         if self.fail_admit is not None:
@@ -128,6 +137,7 @@ class ScriptedRunner:
         with self.changed:
             self._rows[handle] = _Row(tuple(prompt_ids), params, sample)
             self.admitted.append(tuple(prompt_ids))
+            self.priorities.append(priority)
             self.changed.notify_all()
         return handle
 

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 from jaxspec.checkpoints.drafter import Draft, load_drafter
 from jaxspec.checkpoints.target import Target, load_target
 from jaxspec.decoding.runner import SlotRunner
-from jaxspec.drafters.base import Dense, Point, Proposal, Rows, Slots
+from jaxspec.drafters.base import Dense, Point, Proposal, Rows, Slots, Tree
 from jaxspec.drafters.block_config import fresh_config
 from jaxspec.drafters.dflash import DFlash
 from jaxspec.drafters.draws import Purpose, inverse_cdf, uniforms
@@ -181,6 +181,32 @@ def by_lane(values: Sequence[int]) -> np.ndarray:
 def scripted(table: np.ndarray, m: int, params: dict[str, jax.Array]) -> Draft:
     """A draft of the scripted drafter; `params` as `script` makes them."""
     return Draft(ScriptedDrafter(table.shape[0], m, dense="probs" in params), params)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScriptedTree:
+    """The chain of `inner` as a tree of 2 m nodes: beside each of its tokens stands the one below it in its lane, which
+    is the right one where `script` was wrong."""
+
+    inner: ScriptedDrafter
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    @property
+    def tree_nodes(self) -> int:
+        return 2 * self.inner.num_proposals
+
+    def propose(self, *given: Any) -> Proposal:
+        made = self.inner.propose(*given)
+        requests, m = made.tokens.shape
+        beside = jnp.minimum(made.tokens // LANE * LANE + (made.tokens - 1) % LANE, self.inner.vocab_size - 1)
+        tokens = jnp.stack([made.tokens, beside], axis=-1).reshape(requests, -1)
+        level = jnp.repeat(jnp.arange(m), 2)
+        whole = lambda values: jnp.broadcast_to(values, tokens.shape)  # noqa: E731
+        parents = jnp.where(level == 0, 0, 2 * level - 1)
+        tree = Tree(whole(parents), whole(level + 1), jnp.ones(tokens.shape, bool), m)
+        return Proposal(tokens, Point(tokens, self.inner.vocab_size), tree=tree)
 
 
 @dataclasses.dataclass(frozen=True)

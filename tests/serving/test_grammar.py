@@ -106,6 +106,31 @@ def test_rows_of_a_block_are_what_plain_decoding_would_see() -> None:
                 np.testing.assert_array_equal(masks[row], one_mask(fresh))
 
 
+def test_rows_of_a_tree_are_what_plain_decoding_would_see_on_their_paths() -> None:
+    """Right tokens, wrong ones beside them that have children too, and a node that is none."""
+    tokens = ids(ANSWER)
+    for start in (0, 3, len(tokens) - 2):
+        right = (tokens[start : start + 3] + ids("xx"))[:3]
+        wrong = ids("q")[0]
+        drafts, parents = [right[0], wrong, right[1], wrong, right[2], wrong], [0, 0, 1, 2, 3, -1]
+        state = compiler().start(JSON)
+        state.advance(tokens[:start])
+        masks = state.masks(drafts, parents)
+        assert masks.shape[0] == 7
+        for row, path in enumerate([[], [0], [1], [0, 2], [1, 3], [0, 2, 4]]):
+            fresh = compiler().start(JSON)
+            fresh.advance(tokens[:start])
+            taken = [drafts[node] for node in path]
+            bound = fresh.masks(taken)[-1]
+            np.testing.assert_array_equal(masks[row], bound)
+        assert allowed(masks[6]).all()
+        np.testing.assert_array_equal(masks[0], one_mask(state))  # nothing has moved
+    free = compiler().start(Grammar("regex", r"[a-f]{3,9}", marker="<"))
+    masks = free.masks(ids("<a<q"), [0, 1, 0, 3])
+    assert allowed(masks[0]).all() and not allowed(masks[1])[ids("q")[0]]
+    assert not allowed(masks[2])[ids("q")[0]] and allowed(masks[4]).all()
+
+
 @pytest.mark.parametrize("accepted", [0, 1, 3, 4])
 def test_B25_the_state_is_that_of_the_emitted_tokens(accepted: int) -> None:
     """Four drafts, of which 0, 1, m - 1 or m stand; then the next mask is a fresh matcher's."""

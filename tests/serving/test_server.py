@@ -300,6 +300,15 @@ def test_B33_client_cancel_and_disconnect_free_the_slot():
         settle(served.server.worker, runner)
 
 
+def test_a_deadline_that_a_prompt_alone_would_miss_is_resource_exhausted():
+    runner = ScriptedRunner(num_slots=1, widths=(1,), seconds_each=10.0)
+    with serving(runner) as served, stub(served.address) as generation:
+        code, details = status_of(generation.Generate(request([1] * 9, max_new_tokens=5), timeout=60.0))
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED and "deadline" in details and "90 s" in details
+        assert ids_of(generation.Generate(request([3], max_new_tokens=4), timeout=60.0)) == expected_answer([3], 4)
+        settle(served.server.worker, runner)
+
+
 @pytest.mark.parametrize("phase", ["queued", "prefill", "decoding"])
 def test_B33_deadline_is_a_cancel(phase):
     runner = ScriptedRunner(num_slots=1, widths=(1,))

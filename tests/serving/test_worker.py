@@ -14,7 +14,8 @@ from jaxspec.decoding.request import SamplingParams
 from jaxspec.errors import ServerError
 from jaxspec.serving.facts import Loaded
 from jaxspec.serving.failure import Failure, Status
-from jaxspec.serving.worker import AGING_SECONDS, State, Stopped, Ticket, Worker
+from jaxspec.serving.scheduler import AGING_SECONDS, PATIENCE_SECONDS
+from jaxspec.serving.worker import State, Stopped, Ticket, Worker
 from tests.helpers.scripted_runner import PATIENCE, ScriptedRunner, expected_answer
 from tests.serving.harness import facts_of, settle
 
@@ -131,6 +132,7 @@ def test_priority_then_deadline_then_arrival():
         for inbox in inboxes:
             inbox.wait()
         assert runner.admitted == [(1,), (5,), (4,), (3,), (2,), (6,)]
+        assert runner.priorities == [0, 1, 0, 0, 0, -1]
 
 
 def test_waiting_is_worth_priority():
@@ -146,6 +148,81 @@ def test_waiting_is_worth_priority():
         for inbox in inboxes:
             inbox.wait()
         assert runner.admitted == [(1,), (3,), (2,)]
+
+
+def test_a_deadline_that_cannot_be_met_is_refused_at_once():
+    runner = ScriptedRunner(num_slots=1, widths=(1,), seconds_each=10.0)
+    with working(runner) as worker:
+        params, now, inboxes = SamplingParams(max_new_tokens=2), time.monotonic(), [Inbox(), Inbox()]
+        worker.submit((1, 2, 3), params, inboxes[0], deadline=now + 29)
+        worker.submit((4, 5, 6), params, inboxes[1], deadline=now + 60)
+        refused = inboxes[0].wait()
+        assert refused.status is Status.RESOURCE_EXHAUSTED and "deadline" in refused.message
+        assert inboxes[1].wait().reason == "length"
+        assert runner.admitted == [(4, 5, 6)]
+        settle(worker, runner)
+
+
+def test_a_deadline_that_passes_in_the_queue_is_said_so():
+    runner = ScriptedRunner(num_slots=1, widths=(1,))
+    with working(runner) as worker:
+        runner.rounds.hold()
+        holder = ask(worker, (1,), max_new_tokens=3)[1]
+        runner.wait(lambda: runner.rounds.waiting)
+        late = Inbox()
+        worker.submit((2,), SamplingParams(), late, deadline=time.monotonic() + 0.02)
+        time.sleep(0.03)
+        runner.rounds.allow()
+        assert late.wait().status is Status.DEADLINE_EXCEEDED
+        assert holder.wait().reason == "length" and runner.admitted == [(1,)]
+        settle(worker, runner)
+
+
+def test_what_has_no_pages_is_overtaken_but_not_for_ever():
+    runner = ScriptedRunner(num_slots=3, widths=(1,), room=2)
+    with working(runner) as worker:
+        runner.rounds.hold()
+        inboxes = [ask(worker, (1,), max_new_tokens=40)[1]]
+        runner.wait(lambda: runner.rounds.waiting)
+        params, now = SamplingParams(max_new_tokens=2), time.monotonic()
+
+        def submit(*asked) -> None:
+            for prompt, age in asked:
+                inboxes.append(Inbox())
+                worker.submit(prompt, params, inboxes[-1], arrived=now - age)
+
+        submit(((2, 2, 2), 0.0), ((3,), 0.0))
+        runner.rounds.allow(4)
+        runner.wait(lambda: runner.steps == 4 and runner.rounds.waiting)
+        assert runner.admitted == [(1,), (3,)]
+        submit(((4, 4, 4), PATIENCE_SECONDS), ((5,), 0.0))
+        runner.rounds.allow(4)
+        runner.wait(lambda: runner.steps == 8 and runner.rounds.waiting)
+        assert runner.admitted == [(1,), (3,)]
+        runner.room = 3
+        runner.rounds.allow()
+        for inbox in inboxes:
+            inbox.wait()
+        assert runner.admitted == [(1,), (3,), (4, 4, 4), (2, 2, 2), (5,)]
+
+
+def test_seconds_of_queue_prefill_and_decoding_add_up():
+    runner = ScriptedRunner(num_slots=1, widths=(1,))
+    with working(runner) as worker:
+        runner.rounds.hold()
+        began = time.monotonic()
+        _, inbox = ask(worker, max_new_tokens=3)
+        runner.wait(lambda: runner.rounds.waiting)
+        time.sleep(0.03)
+        runner.rounds.allow(1)  # the first token, and one of a round
+        inbox.wait(lambda: inbox.items)
+        time.sleep(0.02)
+        runner.rounds.allow()
+        usage = inbox.wait().usage
+        assert usage.prefill_seconds > 0.03 and usage.decode_seconds > 0.02
+        total = usage.queue_seconds + usage.prefill_seconds + usage.decode_seconds
+        assert 0.05 < total <= time.monotonic() - began
+        assert usage.decode_seconds < total - 0.03
 
 
 def test_answers_to_one_request_are_queued_together_or_not_at_all():

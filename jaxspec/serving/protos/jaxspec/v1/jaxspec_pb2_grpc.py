@@ -57,7 +57,8 @@ class GenerationServicer:
     """
 
     def Generate(self, request, context):
-        """Streams the continuation of one prompt. Cancelling the call, or its deadline, frees the slot.
+        """Streams the continuation of one prompt. Cancelling the call, or its deadline, frees the slot. RESOURCE_EXHAUSTED: the
+        queue is full, or the prompt alone would take longer than the deadline leaves; nothing was done.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
