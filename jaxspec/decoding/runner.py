@@ -49,6 +49,15 @@ class DraftLike(Protocol):
     def head(self) -> Any: ...
 
 
+def shared_tables(target: TargetLike, draft: DraftLike | None) -> Shared:
+    """Embedding and head that the drafter works with: its checkpoint's own, or the target's by reference."""
+    embedding, head = getattr(draft, "embedding", None), getattr(draft, "head", None)
+    return Shared(
+        target.model.embedding(target.params) if embedding is None else embedding,
+        target.model.head(target.params) if head is None else head,
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Event:
     """What a round brought one request. The token that prefill drew comes alone, with `from_round` False."""
@@ -135,12 +144,7 @@ class SlotRunner:
         if draft is not None:
             check_draft(draft, decoder.config, decoder.embedding(target.params).shape[-1])
         check_proposals(drafter, num_proposals, acceptance)
-        embedding = getattr(draft, "embedding", None)
-        head = getattr(draft, "head", None)
-        shared = Shared(
-            decoder.embedding(target.params) if embedding is None else embedding,
-            decoder.head(target.params) if head is None else head,
-        )
+        shared = shared_tables(target, draft)
         build = checks.DebugProgram if debug else Program
         watched: Any = checks.Watched(drafter, decoder.config.vocab_size) if debug else drafter
         self.program = build(

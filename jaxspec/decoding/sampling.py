@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.parallel.rules import rows_apart
+
 GREEDY_BELOW = 1e-5  # logits over a smaller temperature overflow float32
 
 
@@ -43,7 +45,7 @@ class SlotSampling:
 
         The sort that top-k and top-p need runs only when a sampled row asks for either.
         """
-        logits = logits.astype(jnp.float32)
+        logits = rows_apart(logits.astype(jnp.float32))
         greedy, temperature, min_p = (_over(x, logits.ndim) for x in (self.greedy, self.temperature, self.min_p))
         scaled = jnp.where(greedy, 0.0, logits / jnp.where(greedy, 1.0, temperature))
         asked = jnp.any(~self.greedy & ((self.top_k > 0) | (self.top_p < 1)))

@@ -19,21 +19,31 @@ import jax
 from jaxspec.decoding.compilations import CompilationCounter
 from jaxspec.decoding.fit import check_draft, check_options, check_proposals, check_sizes
 from jaxspec.decoding.plan import Schedule
-from jaxspec.decoding.ragged import RaggedProgram, RoundInput
+from jaxspec.decoding.ragged import EngineState, Masks, RaggedProgram, RoundInput
 from jaxspec.decoding.request import SamplingParams
 from jaxspec.decoding.round import Weights
-from jaxspec.decoding.runner import DraftLike, Event, TargetLike, TokenLogprob
-from jaxspec.drafters.base import Shared
+from jaxspec.decoding.runner import DraftLike, Event, TargetLike, TokenLogprob, shared_tables
 from jaxspec.drafters.none import NoDrafter
 from jaxspec.errors import ConfigError, RequestError, problem
 from jaxspec.serving.buckets import round_up, slot_grid
 from jaxspec.serving.cost import CostTable
-from jaxspec.serving.drafting import Drafting
-from jaxspec.serving.executables import Executables
-from jaxspec.serving.grammar import Grammar, GrammarCompiler
-from jaxspec.serving.pages import PageAllocator, PageLease, rows_in_flight
+from jaxspec.serving.drafting import Drafted, Drafting
+from jaxspec.serving.executables import Executables, round_shapes
+from jaxspec.serving.grammar import Grammar, GrammarCompiler, check_grammars
+from jaxspec.serving.pages import PageAllocator, PageLease, check_pages, rows_in_flight
 from jaxspec.serving.prefix import PrefixCache
-from jaxspec.serving.requests import Flight, Metrics, Phase, Piece, Request, Shape, prompt_logprobs, token_logprobs
+from jaxspec.serving.requests import (
+    Chosen,
+    Flight,
+    Metrics,
+    Phase,
+    Piece,
+    Request,
+    Shape,
+    prompt_logprobs,
+    read_logprobs,
+    token_logprobs,
+)
 from jaxspec.serving.round_inputs import RoundInputs
 from jaxspec.serving.terms import Terms
 from jaxspec.serving.text import Codec
@@ -93,11 +103,7 @@ class Engine:
         if drafter.tree_nodes and cost_table is not None:
             raise ConfigError(problem("engine.cost_table", "a table", "null: a tree is verified whole"))
         max_context = min(max_context, decoder.config.max_position)
-        embedding, head = getattr(draft, "embedding", None), getattr(draft, "head", None)
-        shared = Shared(
-            decoder.embedding(target.params) if embedding is None else embedding,
-            decoder.head(target.params) if head is None else head,
-        )
+        shared = shared_tables(target, draft)
         proposals = drafter.num_proposals if num_proposals is None else num_proposals
         scheduled = cost_table is not None and proposals > 0
         limits = Schedule(proposals, min_verify_rows, max_verify_rows or 0) if scheduled else None
@@ -114,25 +120,20 @@ class Engine:
             rules=rules,
             max_logprobs=max_logprobs,
         )
-        if grammars is not None and not rules:
-            raise ConfigError(problem("engine.grammar", expected="engine.rules to be on"))
-        if grammars is not None and drafter.tree_nodes:
-            found = f"true with a drafter ({drafter.method}) that proposes trees"
-            raise ConfigError(problem("engine.grammar", found, "false: masks are built for chains"))
+        if grammars is not None:
+            check_grammars(rules, drafter)
         whole = 1 + num_slots * self.program.pages_per_slot
         num_pages = whole if num_pages is None else num_pages
         least = 1 + self.program.pages_per_slot if getattr(drafter, "context_in_pages", True) else whole
-        if num_pages < least:
-            wanted = f"at least {least}, for max_context {max_context}"
-            raise ConfigError(problem("engine.num_pages", num_pages, wanted))
+        check_pages(num_pages, least, max_context)
         self.weights = Weights(target.params, draft.params if draft is not None else {}, shared)
         self._allocator = PageAllocator(num_pages, page_size)
         self._cache = PrefixCache(self._allocator, lookahead=getattr(drafter, "context_lookahead", 0))
         self._share = prefix_cache and getattr(drafter, "context_in_pages", True)
         self._slot_buckets = slot_grid(num_slots, slot_buckets)
-        self._device = next(iter(shared.embedding.devices()))
         written = max(proposals, drafter.tree_nodes) + 1
-        self._inputs = RoundInputs(self.program, prefill_chunk, prefill_pieces, proposals + 1, written, self._device)
+        self._place(shared.embedding)
+        self._inputs = RoundInputs(self.program, prefill_chunk, prefill_pieces, proposals + 1, written, self._put)
         self._drafting = Drafting(
             num_slots, proposals, table=cost_table, schedule=limits, shares=row_shares, align=align,
             pause=pause_drafting, clock=clock, read=self._host,
@@ -148,21 +149,25 @@ class Engine:
         self._compilations = CompilationCounter()
         self.reads = 0
         self.preemptions = self.rounds = self.drafted_rounds = self.rows = self.prefix_hits = self.prefix_rows = 0
+        self._start(lambda: self.program.init_engine_state(num_pages, shared.embedding.dtype, cache_fill))
+
+    def _place(self, embedding: Any) -> None:
+        """Decides where rounds run: where the target is."""
+        self._device = next(iter(embedding.devices()))
+
+    def _put(self, inputs: Any) -> Any:
+        return jax.device_put(inputs, self._device)
+
+    def _start(self, state: Callable[[], EngineState]) -> None:
+        """Makes the device's half of the engine."""
         with jax.default_device(self._device):
-            dtype = shared.embedding.dtype
-            self._state = jax.jit(lambda: self.program.init_engine_state(num_pages, dtype, cache_fill))()
+            self._state = jax.jit(state)()
 
     # -- start-up -----------------------------------------------------------------------------------------------------
 
     def shapes(self) -> list[Shape]:
         """Every executable that a round may take."""
-        found = set()
-        for slots in self._slot_buckets:
-            for prefill in (0, self._inputs.chunk):
-                found.add(Shape(slots, slots, False, prefill))
-                if self.num_proposals:
-                    found |= {Shape(slots, rows, True, prefill) for rows in self._drafting.row_grid(slots)}
-        return sorted(found)
+        return round_shapes(self._slot_buckets, self._inputs.chunk, self._drafting.row_grid, self.num_proposals > 0)
 
     @property
     def num_executables(self) -> int:
@@ -181,7 +186,7 @@ class Engine:
             inputs = self._inputs.round(shape, observed=self._drafting.observed(shape.slots))
             self._host(self._run(shape, inputs).counts)
             if self._terms.grammars is not None:
-                self._run_masked(shape, inputs, [], [])
+                self._run_masked(shape, inputs, Chosen([], []))
         jax.block_until_ready(self._state)
         self._compilations.reset()
         self.reads = 0
@@ -191,18 +196,21 @@ class Engine:
         self._state, output = self._executables.whole(shape)(self.weights, self._state, inputs)
         return output
 
-    def _run_masked(self, shape: Shape, inputs: RoundInput, decoding: list[Request], pieces: list[Piece]) -> Any:
-        """The round in two halves. While the target runs, the rounds in flight are read, since a matcher moves by
-        emitted tokens, and the masks are built."""
+    def _run_masked(self, shape: Shape, inputs: RoundInput, chosen: Chosen) -> Any:
+        """The round in two halves; the masks are built while the target runs."""
         self._state, pending = self._executables.first_half(shape)(self.weights, self._state, inputs)
-        while self._flights:
-            self._read(self._flights.popleft())
-        constrained = [request for request in decoding if request.constraint is not None]
-        drafts = self._host(pending.proposal.tokens) if constrained else None
-        masks = self._inputs.masks(shape, constrained, pieces, drafts)
+        masks = self._masks_of(shape, chosen, pending.proposal.tokens)
         finish = self._executables.second_half(shape)
         self._state, output = finish(self.weights, self._state, pending, inputs, masks)
         return output
+
+    def _masks_of(self, shape: Shape, chosen: Chosen, drafts: Any) -> Masks:
+        """Before it the rounds in flight are read, since a matcher moves by emitted tokens."""
+        while self._flights:
+            self._read(self._flights.popleft())
+        constrained = [request for request in chosen.decoding if request.constraint is not None]
+        known = self._host(drafts) if constrained else None
+        return self._inputs.masks(shape, constrained, chosen.pieces, known)
 
     @property
     def compile_count(self) -> int:
@@ -295,7 +303,9 @@ class Engine:
     def step(self) -> list[Event]:
         """Dispatches a round and reads the one before it (the same one without overlap). Returns the events since the
         last step."""
-        dispatched = self._dispatch()
+        return self._collect(self._dispatch())
+
+    def _collect(self, dispatched: bool) -> list[Event]:
         if len(self._flights) > (self._lag if dispatched else 0):
             self._read(self._flights.popleft())
         events = list(self._pending)
@@ -322,29 +332,44 @@ class Engine:
 
     def _dispatch(self) -> bool:
         """Starts a round for whoever has pages for it; False if there is nobody."""
+        chosen = self._choose()
+        if not chosen.requests:
+            return False
+        slots = self._slots_for(chosen.slots)
+        prefill = self._inputs.chunk if chosen.pieces else 0
+        drafted = self._drafting.decide(chosen.decoding, slots, prefill)
+        shape = Shape(slots, drafted.rows if drafted.drafters else slots, bool(drafted.drafters), prefill)
+        inputs = self._inputs_of(shape, chosen, drafted)
+        began = self._clock()
+        if chosen.constrained:
+            output = self._run_masked(shape, inputs, chosen)
+        else:
+            output = self._run(shape, inputs)
+        self._launched(shape, chosen, drafted, output, began)
+        return True
+
+    def _choose(self) -> Chosen:
+        """Who takes part in the next round, with pages for it."""
         before = self.preemptions
         decoding = self._reserve_decoding()
         # Pages that were just taken from a request are not given back to it in the same breath.
-        pieces = list(self._prefill_pieces()) if self.preemptions == before else []
-        if not decoding and not pieces:
-            return False
-        taking_part = decoding + [piece.request for piece in pieces]
-        slots = round_up(1 + max(request.slot for request in taking_part), self._slot_buckets)
-        assert slots is not None
-        prefill = self._inputs.chunk if pieces else 0
-        drafters, as_switched = self._drafting.drafters(decoding, slots)
-        budget, rows = self._drafting.plan(decoding, drafters, slots, prefill)
-        shape = Shape(slots, rows if drafters else slots, bool(drafters), prefill)
-        observed = self._drafting.observed(slots)
-        inputs = self._inputs.round(shape, decoding, drafters, pieces, budget, observed)
-        began = self._clock()
-        if any(request.constraint is not None for request in taking_part):
-            output = self._run_masked(shape, inputs, decoding, pieces)
-        else:
-            output = self._run(shape, inputs)
+        return Chosen(decoding, list(self._prefill_pieces()) if self.preemptions == before else [])
+
+    def _slots_for(self, slots: int) -> int:
+        found = round_up(slots, self._slot_buckets)
+        assert found is not None
+        return found
+
+    def _inputs_of(self, shape: Shape, chosen: Chosen, drafted: Drafted) -> RoundInput:
+        observed = self._drafting.observed(shape.slots)
+        return self._inputs.round(shape, chosen.decoding, drafted.drafters, chosen.pieces, drafted.budget, observed)
+
+    def _launched(self, shape: Shape, chosen: Chosen, drafted: Drafted, output: Any, began: float) -> None:
+        """Books a round that was dispatched."""
+        decoding, drafters = chosen.decoding, drafted.drafters
         if drafters:
             self._drafting.publish(output.confidence, decoding)
-        for piece in pieces:
+        for piece in chosen.pieces:
             piece.request.lease.commit(piece.count)
             if piece.final:
                 piece.request.phase = Phase.DECODING
@@ -354,12 +379,12 @@ class Engine:
             request.unread += 1
         rows_read = [(request, request.epoch) for request in decoding]
         proposing = frozenset(request.handle for request in drafters)
-        self._flights.append(Flight(output, rows_read, pieces, proposing, began, as_switched))
+        as_switched = drafted.as_switched and shape.drafting == bool(drafters)
+        self._flights.append(Flight(output, rows_read, chosen.pieces, proposing, began, as_switched))
         self.rounds += 1
         self.drafted_rounds += shape.drafting
         nodes = self.program.drafter.tree_nodes
-        self.rows += (slots * (nodes + 1) if nodes and drafters else shape.rows) + prefill
-        return True
+        self.rows += (shape.slots * (nodes + 1) if nodes and drafters else shape.rows) + shape.prefill
 
     def _reserve_decoding(self) -> list[Request]:
         """Decoding requests with room for this round's rows; where pages run out the youngest requests give way."""
@@ -432,12 +457,7 @@ class Engine:
         output = flight.output
         tokens, counts, verified, first = self._host((output.tokens, output.counts, output.verified, output.first))
         self._drafting.time(flight, int(counts.sum()))
-        members = [piece.request for piece in flight.pieces] + [request for request, _ in flight.rows]
-        if any(request.params.logprobs is not None for request in members):
-            said = self._host((output.logprobs, output.first_logprobs, output.prompt_logprobs))
-            round_logprobs, first_logprobs, of_prompts = said
-        else:
-            round_logprobs = first_logprobs = of_prompts = None
+        round_logprobs, first_logprobs, of_prompts = read_logprobs(flight, self._host)
         for piece in flight.pieces:
             request = piece.request
             if request.epoch != piece.epoch or request.phase is Phase.ENDED:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,11 +16,37 @@ from jaxspec.serving.requests import Shape
 from jaxspec.serving.round_inputs import RoundInputs
 
 
+def lower(step: Callable[..., Any], static: dict[str, Any], *arguments: Any) -> Any:
+    """A step (weights, state, …) -> (state, …), which takes the state's memory, for the devices of its arguments."""
+    return jax.jit(step, static_argnames=tuple(static), donate_argnums=1).lower(*arguments, **static)
+
+
+def round_shapes(
+    slot_buckets: Sequence[int], chunk: int, row_grid: Callable[[int], Sequence[int]], drafting: bool
+) -> list[Shape]:
+    """Every shape of a round: plain and drafting, with a chunk of prompts and without."""
+    found = set()
+    for slots in slot_buckets:
+        for prefill in (0, chunk):
+            found.add(Shape(slots, slots, False, prefill))
+            if drafting:
+                found |= {Shape(slots, rows, True, prefill) for rows in row_grid(slots)}
+    return sorted(found)
+
+
 class Executables:
     """One program a shape; two more, the halves of its round, where grammars may be asked for (`halves`)."""
 
-    def __init__(self, program: RaggedProgram, shapes: list[Shape], inputs: RoundInputs, halves: bool):
+    def __init__(
+        self,
+        program: RaggedProgram,
+        shapes: list[Shape],
+        inputs: RoundInputs,
+        halves: bool,
+        lower: Callable[..., Any] = lower,
+    ):
         self._program, self.shapes, self._inputs, self._halves = program, shapes, inputs, halves
+        self._lower_step = lower
         self.built: dict[str, Any] = {}  # by name
         self.confident = False  # whether rounds carry a confidence
 
@@ -86,14 +112,12 @@ class Executables:
         inputs = self._inputs.round(shape, observed=observed(shape.slots))
         static = {"rows": shape.rows, "drafting": shape.drafting}
 
-        def jit(step: Callable[..., Any], *names: str) -> Any:
-            return jax.jit(step, static_argnames=names, donate_argnums=1)
-
-        lowered = jit(self._program.ragged_round, *static).lower(weights, state, inputs, **static)
+        lowered = self._lower_step(self._program.ragged_round, static, weights, state, inputs)
         self.confident |= lowered.out_info[1].confidence is not None
         yield str(shape), lowered
         if self._halves:
-            begin = jit(self._program.begin, *static).lower(weights, state, inputs, **static)
+            begin = self._lower_step(self._program.begin, static, weights, state, inputs)
             yield f"{shape}, first half", begin
             masks = self._inputs.masks(shape)
-            yield f"{shape}, second half", jit(self._program.finish).lower(weights, *begin.out_info, inputs, masks)
+            finish = self._lower_step(self._program.finish, {}, weights, *begin.out_info, inputs, masks)
+            yield f"{shape}, second half", finish

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Int
 
-from jaxspec.errors import InvariantError, RequestError, problem
+from jaxspec.errors import ConfigError, InvariantError, RequestError, problem
 
 KINDS = ("json_schema", "regex", "ebnf")
 _CACHED = 32  # compiled grammars that are kept
@@ -32,6 +32,15 @@ class Grammar:
     kind: Literal["json_schema", "regex", "ebnf"]
     text: str
     marker: str = ""
+
+
+def check_grammars(rules: bool, drafter: Any) -> None:
+    """Raises ConfigError for an engine that cannot serve grammars."""
+    if not rules:
+        raise ConfigError(problem("engine.grammar", expected="engine.rules to be on"))
+    if drafter.tree_nodes:
+        found = f"true with a drafter ({drafter.method}) that proposes trees"
+        raise ConfigError(problem("engine.grammar", found, "false: masks are built for chains"))
 
 
 class GrammarCompiler:

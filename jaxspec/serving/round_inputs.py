@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxspec.decoding.processors import LogitRules, mask_words, rule_rows
@@ -17,15 +16,15 @@ from jaxspec.serving.requests import Piece, Request, Shape
 
 @dataclasses.dataclass(frozen=True)
 class RoundInputs:
-    """Builds them for one program and device. `chunk` rows hold up to `pieces` prompts; a round may write `written`
-    rows for a request, of which `rows_each` (m + 1) can become history."""
+    """Builds them for one program; `put` brings them to its devices. `chunk` rows hold up to `pieces` prompts; a round
+    may write `written` rows for a request, of which `rows_each` (m + 1) can become history."""
 
     program: RaggedProgram
     chunk: int
     pieces: int
     rows_each: int
     written: int
-    device: Any
+    put: Callable[[Any], Any]
 
     @property
     def _vocab(self) -> int:
@@ -73,7 +72,7 @@ class RoundInputs:
             SlotSampling(temperature, top_k, top_p, min_p), logprobs, observed, rules,
             self._prefill_rows(pieces) if shape.prefill else None,
         )  # fmt: skip
-        return jax.device_put(inputs, self.device)
+        return self.put(inputs)
 
     def _prefill_rows(self, pieces: Sequence[Piece]) -> PrefillRows:
         tokens, following = np.zeros(self.chunk, np.int32), np.zeros(self.chunk, np.int32)
@@ -108,7 +107,7 @@ class RoundInputs:
         for piece in pieces:
             if piece.final and piece.request.constraint is not None:
                 first[piece.index] = piece.request.constraint.masks([])[0, :words]
-        return jax.device_put(Masks(rows, first), self.device)
+        return self.put(Masks(rows, first))
 
 
 def _no_rules(slots: int) -> Rules:
