@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.parallel.rules import rows_apart
+from jaxspec.parallel.rules import anywhere, rows_apart
 
 GREEDY_BELOW = 1e-5  # logits over a smaller temperature overflow float32
 
@@ -49,7 +49,7 @@ class SlotSampling:
         greedy, temperature, min_p = (_over(x, logits.ndim) for x in (self.greedy, self.temperature, self.min_p))
         scaled = jnp.where(greedy, 0.0, logits / jnp.where(greedy, 1.0, temperature))
         asked = jnp.any(~self.greedy & ((self.top_k > 0) | (self.top_p < 1)))
-        kept = jax.lax.cond(asked, self._top_k_top_p, lambda rows: jnp.ones(rows.shape, bool), scaled)
+        kept = jax.lax.cond(anywhere(asked), self._top_k_top_p, lambda rows: jnp.ones(rows.shape, bool), scaled)
         probs = jax.nn.softmax(jnp.where(kept, scaled, -jnp.inf), axis=-1)
         peak = jnp.max(probs, axis=-1, keepdims=True)
         probs = jnp.where((min_p > 0) & (probs < min_p * peak), 0.0, probs)

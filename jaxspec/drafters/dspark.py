@@ -27,6 +27,7 @@ from jaxspec.errors import ConfigError
 from jaxspec.models import fields
 from jaxspec.models import layers as ly
 from jaxspec.models.config import ModelConfig
+from jaxspec.parallel.rules import anywhere
 
 SPECFORGE, DEEPSPEC = "DSparkDraftModel", "Qwen3DSparkModel"
 
@@ -170,7 +171,7 @@ class DSpark(BlockDrafter):
 
         def draw(slot: int, logits: Array) -> Array:
             # All-greedy rounds never read q, so the softmax over the vocabulary is skipped.
-            probs.append(jax.lax.cond(sampled, sampling.draft_probs, jnp.zeros_like, logits))
+            probs.append(jax.lax.cond(anywhere(sampled), sampling.draft_probs, jnp.zeros_like, logits))
             return jnp.where(sampling.greedy, jnp.argmax(logits, axis=-1), inverse_cdf(probs[-1], u[:, slot]))
 
         walk = self.walk(params, shared, hidden, slots.anchors, draw)

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxspec.models.quantization import quantised_product
+
 Params = dict[str, Any]
 
 
@@ -22,7 +24,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((outputs,))) if bias else None
 
     def __call__(self, x: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
-        y = project(x, self.weight[...])
+        y = project(x, self.weight.get_value())
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
 
@@ -59,7 +61,9 @@ class MLP(nnx.Module):
 
 
 def project(x: Float[Array, "*rows inputs"], weight: Float[Array, "outputs inputs"]) -> Float[Array, "*rows outputs"]:
-    """x W^T in x's dtype."""
+    """x W^T in x's dtype. The weight may be a quantised one."""
+    if hasattr(weight, "qvalue"):
+        return quantised_product(x, weight)
     return jax.lax.dot_general(x, weight.astype(x.dtype), (((x.ndim - 1,), (1,)), ((), ())))
 
 

@@ -91,23 +91,20 @@ class Placement:
         return jax.device_put(stacked, sharding)
 
     def step(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function(weights, *by_data)` of one data shard as a function of all of them, without a word between them.
+        """`function(weights, *by_data)` of one data shard as a function of all of them.
 
-        The tensor axis is the compiler's: it follows the arguments' shardings.
+        How its work is split follows from the arguments' shardings; a data shard needs nothing of another.
         """
+        if self.data > 1:
+            return lambda weights, *trees: jax.vmap(
+                lambda *own: function(weights, *own), axis_name=DATA, spmd_axis_name=DATA
+            )(*trees)
 
-        def one(weights: Any, *trees: Any) -> Any:
+        def alone(weights: Any, *trees: Any) -> Any:
             out = function(weights, *(jax.tree.map(lambda x: x[0], tree) for tree in trees))
             return jax.tree.map(lambda x: x[None], out)
 
-        def step(weights: Any, *trees: Any) -> Any:
-            rows = PartitionSpec(DATA)
-            specs = (PartitionSpec(), *(rows for _ in trees))
-            return jax.shard_map(
-                one, mesh=self.mesh, in_specs=specs, out_specs=rows, axis_names={DATA}, check_vma=False
-            )(weights, *trees)
-
-        return step
+        return alone
 
 
 def placement(data: int, tensor: int, devices: Sequence[Any] | None = None, abstract: bool = False) -> Placement:

@@ -92,3 +92,15 @@ def rows_apart(x: jax.Array) -> jax.Array:
         return x
     rows = TENSOR if x.shape[0] % mesh.shape[TENSOR] == 0 else None
     return jax.lax.with_sharding_constraint(x, PartitionSpec(rows, *[None] * (x.ndim - 1)))
+
+
+def anywhere(asked: jax.Array) -> jax.Array:
+    """Whether any data shard asks: the predicate of work that all of them do together or leave out together.
+
+    One that differed between them would turn the branch into a choice between two results, both of them computed.
+    """
+    try:
+        jax.lax.axis_size(DATA)
+    except NameError:  # a single engine: there are no data shards
+        return asked
+    return jax.lax.pmax(asked.astype(jax.numpy.int32), DATA) > 0

@@ -75,7 +75,7 @@ class Executables:
 
         times = []
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            lowered = (named for shape in self.shapes for named in self._lower(shape, weights, state, observed))
+            lowered = (named for shape in self.shapes for named in self.lowered(shape, weights, state, observed))
             waiting = [pool.submit(build, *named) for named in lowered]
             try:
                 for done in concurrent.futures.as_completed(waiting):
@@ -106,9 +106,10 @@ class Executables:
             raise InvariantError(problem("executable", name, "one that was compiled at start-up"))
         return self.built[name]
 
-    def _lower(
+    def lowered(
         self, shape: Shape, weights: Weights, state: EngineState, observed: Callable[[int], Any]
     ) -> Iterator[tuple[str, Any]]:
+        """The shape's programs by name, not compiled yet."""
         inputs = self._inputs.round(shape, observed=observed(shape.slots))
         static = {"rows": shape.rows, "drafting": shape.drafting}
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxspec.config import ServeConfig, render
+from jaxspec.config import EngineSection, ServeConfig, render
 from jaxspec.errors import ConfigError, RequestError, problem
 from jaxspec.serving.facts import Facts, Loaded
 from jaxspec.serving.grammar import GrammarCompiler
@@ -19,12 +20,15 @@ from jaxspec.serving.progress import Stages
 from jaxspec.serving.server import Server
 from jaxspec.serving.text import TokenizerCodec
 
-__all__ = ["QUICKSTART_DRAFTER", "load", "run"]
+if TYPE_CHECKING:
+    from jaxspec.drafters.options import DraftOptions
+
+__all__ = ["ENGINE_KEYS", "QUICKSTART_DRAFTER", "draft_options", "load", "run"]
 
 # Where configs/quickstart.yaml exports what it trains. Only this path may be absent: another one is somebody's drafter.
 QUICKSTART_DRAFTER = "out/quickstart/drafter"
 # Keys of `engine` that the engine takes as they are.
-_ENGINE = (
+ENGINE_KEYS = (
     *("num_slots", "slot_buckets", "max_context", "prefill_chunk", "prefill_pieces", "page_size", "num_pages"),
     *("prefix_cache", "overlap", "acceptance", "confidence_threshold", "align", "min_verify_rows", "max_verify_rows"),
     *("pause_drafting", "rules", "max_logprobs"),
@@ -77,41 +81,53 @@ def load(config: ServeConfig, check: Callable[[], None], stages: Stages | None =
 
     `check` is called between the stages and may raise to leave.
     """
-    from jaxspec.checkpoints.drafting import DraftOptions, check_source, open_drafter
+    from jaxspec.checkpoints.drafting import check_source, open_drafter
 
     source = choose_drafter(config.drafter)
     if source is not None:
         check_source(source)  # a wrong path should not wait for the target
     from jaxspec.checkpoints.target import load_target
     from jaxspec.decoding.compilations import CacheHits
+    from jaxspec.parallel.mesh import placement
     from jaxspec.serving.cost import load_cost_table
     from jaxspec.serving.engine import Engine
+    from jaxspec.serving.sharded import ShardedEngine
 
     _use_compilation_cache(config.compilation_cache)
     table = None if config.engine.cost_table is None else load_cost_table(Path(config.engine.cost_table))
+    if table is not None and table.estimated:
+        say(f"engine.cost_table {config.engine.cost_table} is a compiler's estimate, not a measurement")
+    mesh = config.mesh
+    place = placement(mesh.data, mesh.tensor) if mesh.data * mesh.tensor > 1 else None
     with stages or Stages(1 if source is None else 2) as progress:
         with progress.stage("loading the target"):
-            target = load_target(config.target.source, dtype=config.target.dtype)
+            target = load_target(
+                config.target.source,
+                dtype=config.target.dtype,
+                quantization=config.target.quantization,
+                placement=place,
+            )
             codec = _codec(target.directory)
         check()
         draft, engine = None, config.engine
         num_proposals = engine.num_proposals
         if source is not None:
-            options = DraftOptions(**{key.name: getattr(engine, key.name) for key in dataclasses.fields(DraftOptions)})
+            options = draft_options(engine)
             with progress.stage("loading the drafter"):
                 draft, num_proposals = open_drafter(source, target, options)
             check()
         if draft is not None and engine.sts_temperatures is not None:
             draft = dataclasses.replace(draft, drafter=_calibrated(draft.drafter, Path(engine.sts_temperatures)))
         grammars = _grammars(target, codec) if engine.grammar else None
-        runner = Engine(
+        build = Engine if place is None else functools.partial(ShardedEngine, placement=place)
+        runner = build(
             target,
             draft,
             num_proposals=num_proposals,
             cost_table=table,
             codec=codec,
             grammars=grammars,
-            **{name: getattr(engine, name) for name in _ENGINE},
+            **{name: getattr(engine, name) for name in ENGINE_KEYS},
         )
 
         def compiled(name: str, seconds: float) -> None:
@@ -133,6 +149,13 @@ def load(config: ServeConfig, check: Callable[[], None], stages: Stages | None =
         num_proposals=runner.num_proposals,
     )
     return Loaded(runner, codec, facts, grammars)
+
+
+def draft_options(engine: EngineSection) -> DraftOptions:
+    """The keys of `engine` that a drafter answers to."""
+    from jaxspec.drafters.options import DraftOptions
+
+    return DraftOptions(**{key.name: getattr(engine, key.name) for key in dataclasses.fields(DraftOptions)})
 
 
 def _calibrated(drafter: Any, path: Path) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -87,7 +87,8 @@ class Shard(Engine):
 
 class ShardedEngine:
     """`Engine`'s interface over a `placement`; `options` are its options, of which `num_slots` and `num_pages` count
-    all data shards. `debug` checks that the tensor shards of a round agree on its tokens.
+    all data shards. `halves` compiles the halves of rounds too (None: where there are grammars); `debug` checks that
+    the tensor shards of a round agree on its tokens.
 
     Raises ConfigError, naming the key, for what the mesh does not divide.
     """
@@ -101,6 +102,7 @@ class ShardedEngine:
         num_slots: int = 8,
         num_pages: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        halves: bool | None = None,
         debug: bool = False,
         **options: Any,
     ):
@@ -123,7 +125,7 @@ class ShardedEngine:
         self._state = placement.make(first.fresh_state, specs)
         every = lambda tree: placement.inputs([tree] * data)  # noqa: E731
         self._empty = dataclasses.replace(first.inputs, put=every)
-        self._halves = options.get("grammars") is not None
+        self._halves = options.get("grammars") is not None if halves is None else halves
         self.executables = Executables(self.program, first.shapes(), self._empty, self._halves, self._lower)
         self._owners: dict[int, tuple[int, int]] = {}  # handle -> shard, its handle there
         self._compilations = CompilationCounter()
@@ -153,6 +155,13 @@ class ShardedEngine:
         for part in self._shards:
             part.drafting.confident = self.executables.confident
         return times
+
+    def lowered(self) -> Iterator[tuple[Shape, str, Any]]:
+        """Every program with its shape and name, not compiled yet."""
+        for shape in self.executables.shapes:
+            observed = self._first.drafting.observed
+            for name, lowered in self.executables.lowered(shape, self.weights, self._state, observed):
+                yield shape, name, lowered
 
     def warm_up(self, progress: Callable[[str, float], None] | None = None) -> list[tuple[str, float]]:
         """As `Engine.warm_up`."""
