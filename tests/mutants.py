@@ -28,6 +28,7 @@ from tests.faults import (
     kernels,
     kernels_anchor,
     pages,
+    parallel,
     planner,
     project,
     sampling,
@@ -58,6 +59,7 @@ MUTANTS: list[Mutant] = [
     *grammar.GRAMMAR,
     *scheduler.SCHEDULER,
     *engine.ENGINE,
+    *parallel.PARALLEL,
 ]
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.models.layout import RaggedLayout
+from jaxspec.parallel.rules import heads_apart
 
 TRASH_PAGE = 0
 
@@ -28,7 +29,7 @@ def write_rows(
     table = layout.page_table[layout.requests, layout.slots // page_size]
     page = jnp.where(layout.valid, table, TRASH_PAGE)
     offset = jnp.where(layout.valid, layout.slots % page_size, 0)
-    rows = jnp.stack([keys, values], axis=2).reshape(keys.shape[0], -1, keys.shape[-1])
+    rows = jnp.stack([heads_apart(keys), heads_apart(values)], axis=2).reshape(keys.shape[0], -1, keys.shape[-1])
     return pool.at[page, offset].set(rows.astype(pool.dtype), mode="promise_in_bounds")
 
 

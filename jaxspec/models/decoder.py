@@ -16,6 +16,7 @@ from jaxspec.models import layers as ly
 from jaxspec.models.attention import Attention, DenseCausal
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.rope import rotary, rotate
+from jaxspec.parallel.rules import whole
 
 Tap = int | str
 FINAL = "final"  # the tap after the final norm (the teacher's hidden state)
@@ -147,6 +148,7 @@ class Decoder:
             hidden, captured = carry
             attend = lambda q, k, v: attention(q, k, v, cache, window)  # noqa: E731
             hidden, cache = ly.bind(graph, weights)(hidden, cos, sin, attend)
+            hidden = whole(hidden)
             return (
                 hidden,
                 tuple(_capture(tap, index, hidden, held) for tap, held in zip(taps, captured, strict=True)),

@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxspec.models.quantization import quantised_product
+from jaxspec.parallel.rules import vocab_apart, whole
 
 Params = dict[str, Any]
 
@@ -70,12 +71,12 @@ def project(x: Float[Array, "*rows inputs"], weight: Float[Array, "outputs input
 def unembed(hidden: Float[Array, "*rows hidden"], head: Float[Array, "vocab hidden"]) -> Float[Array, "*rows vocab"]:
     """Logits in float32: argmax and softmax of narrow logits tie where the wide ones do not."""
     dims = (((hidden.ndim - 1,), (1,)), ((), ()))
-    return jax.lax.dot_general(hidden, head.astype(hidden.dtype), dims, preferred_element_type=jnp.float32)
+    return vocab_apart(jax.lax.dot_general(hidden, head.astype(hidden.dtype), dims, preferred_element_type=jnp.float32))
 
 
 def embed(table: Float[Array, "vocab hidden"], tokens: Int[Array, "*rows"]) -> Float[Array, "*rows hidden"]:
     """Rows of the table. Ids must be in range: JAX would clamp or wrap a wrong one without a word."""
-    return jnp.take(table, tokens, axis=0, mode="clip")
+    return whole(jnp.take(table, tokens, axis=0, mode="clip"))
 
 
 @functools.cache

@@ -111,7 +111,7 @@ def placement(data: int, tensor: int, devices: Sequence[Any] | None = None, abst
     """Over the first data x tensor devices. Raises ConfigError naming mesh.data and mesh.tensor for too few."""
     found = jax.devices() if devices is None else devices
     if data * tensor > len(found):
-        wanted = f"{data} x {tensor}"
+        wanted = f"found {data} x {tensor}"
         raise ConfigError(problem("mesh.data x mesh.tensor", wanted, f"at most {len(found)} devices, what there is"))
     grid = np.array(found[: data * tensor]).reshape(data, tensor)
     return Placement(Mesh(grid, (DATA, TENSOR), axis_types=(AxisType.Auto,) * 2), abstract)
@@ -143,7 +143,9 @@ def tpu_devices(topology: str) -> Sequence[Any]:
     """
     kind, _, shape = topology.partition(":")
     if kind not in CHIPS or not shape:
-        raise ConfigError(problem("--tpu", topology, f"one of {', '.join(CHIPS)} and a shape, for example v5e:2x2"))
+        raise ConfigError(
+            problem("--tpu", f"found {topology}", f"one of {', '.join(CHIPS)} and a shape, for example v5e:2x2")
+        )
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError(problem("--plan", "no libtpu", "it, since it compiles", "pip install libtpu"))
     settings = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
@@ -155,4 +157,6 @@ def tpu_devices(topology: str) -> Sequence[Any]:
     try:
         return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     except (RuntimeError, ValueError) as error:
-        raise ConfigError(problem("--tpu", topology, "a shape of this chip", " ".join(str(error).split()))) from error
+        raise ConfigError(
+            problem("--tpu", f"found {topology}", "a shape of this chip", " ".join(str(error).split()))
+        ) from error

@@ -81,17 +81,46 @@ def _dotted(path: Sequence[Any]) -> str:
     return ".".join(str(name) for name in names)
 
 
+def _tensor_shards() -> int:
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.shape[TENSOR] if TENSOR in mesh.axis_names else 1
+
+
+def _constrained(x: jax.Array, *spec: str | None) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec, *[None] * (x.ndim - len(spec))))
+
+
+def whole(x: jax.Array) -> jax.Array:
+    """Activations between layers: all of them on every tensor shard. Without a mesh nothing happens, as below."""
+    return _constrained(x) if _tensor_shards() > 1 else x
+
+
+def vocab_apart(x: jax.Array) -> jax.Array:
+    """[…, V] as a vocabulary-sharded head gives it. A head that the shards do not divide is whole."""
+    shards = _tensor_shards()
+    if shards == 1 or x.shape[-1] % shards:
+        return whole(x)
+    return _constrained(x, *[None] * (x.ndim - 1), TENSOR)
+
+
+def heads_apart(x: jax.Array) -> jax.Array:
+    """[M, K/V heads, D] on its way to a cache, split as the cache is."""
+    shards = _tensor_shards()
+    if shards == 1 or x.shape[1] % shards:
+        return whole(x)
+    return _constrained(x, None, TENSOR)
+
+
 def rows_apart(x: jax.Array) -> jax.Array:
     """[R, …]: every row whole on one device, the rows shared out over `tensor` where it divides R.
 
-    A row of logits comes out of a vocabulary-sharded head in pieces. What sorts, sums or draws from it must see it
-    whole, so that the result is the one of a single device to the last bit. Without a mesh nothing happens.
+    What sorts, sums or draws from a row of logits must see it whole, so that the result is the one of a single device
+    to the last bit.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if TENSOR not in mesh.axis_names or mesh.shape[TENSOR] == 1:
+    shards = _tensor_shards()
+    if shards == 1:
         return x
-    rows = TENSOR if x.shape[0] % mesh.shape[TENSOR] == 0 else None
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(rows, *[None] * (x.ndim - 1)))
+    return _constrained(x, TENSOR if x.shape[0] % shards == 0 else None)
 
 
 def anywhere(asked: jax.Array) -> jax.Array:

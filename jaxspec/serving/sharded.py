@@ -122,7 +122,7 @@ class ShardedEngine:
         self.weights = placement.put(first.weights, _weight_specs(first.weights, rules, drafts))
         specs = _state_specs(jax.eval_shape(first.fresh_state), first.pool_shape, rules, drafts)
         self._state_shardings = jax.tree.map(lambda spec: placement.sharding(spec, by_data=True), specs)
-        self._state = placement.make(first.fresh_state, specs)
+        self.state = placement.make(first.fresh_state, specs)
         every = lambda tree: placement.inputs([tree] * data)  # noqa: E731
         self._empty = dataclasses.replace(first.inputs, put=every)
         self._halves = options.get("grammars") is not None if halves is None else halves
@@ -151,7 +151,7 @@ class ShardedEngine:
 
     def compile(self, progress: Callable[[str, float], None] | None = None) -> list[tuple[str, float]]:
         """Compiles every executable and runs none."""
-        times = self.executables.compile(self.weights, self._state, self._first.drafting.observed, progress)
+        times = self.executables.compile(self.weights, self.state, self._first.drafting.observed, progress)
         for part in self._shards:
             part.drafting.confident = self.executables.confident
         return times
@@ -160,7 +160,7 @@ class ShardedEngine:
         """Every program with its shape and name, not compiled yet."""
         for shape in self.executables.shapes:
             observed = self._first.drafting.observed
-            for name, lowered in self.executables.lowered(shape, self.weights, self._state, observed):
+            for name, lowered in self.executables.lowered(shape, self.weights, self.state, observed):
                 yield shape, name, lowered
 
     def warm_up(self, progress: Callable[[str, float], None] | None = None) -> list[tuple[str, float]]:
@@ -174,7 +174,7 @@ class ShardedEngine:
             self._run(shape, inputs)
             if self._halves:
                 self._run_masked(shape, inputs, nobody)
-        jax.block_until_ready(self._state)
+        jax.block_until_ready(self.state)
         self._compilations.reset()
         return times
 
@@ -311,17 +311,17 @@ class ShardedEngine:
         return took_part
 
     def _run(self, shape: Shape, inputs: RoundInput) -> Any:
-        self._state, output = self.executables.whole(shape)(self.weights, self._state, inputs)
+        self.state, output = self.executables.whole(shape)(self.weights, self.state, inputs)
         return self._checked(output)
 
     def _run_masked(self, shape: Shape, inputs: RoundInput, chosen: list[Chosen]) -> Any:
-        self._state, pending = self.executables.first_half(shape)(self.weights, self._state, inputs)
+        self.state, pending = self.executables.first_half(shape)(self.weights, self.state, inputs)
         masks = [
             part.masks_of(shape, one, Part(pending.proposal.tokens, index))
             for index, (part, one) in enumerate(zip(self._shards, chosen, strict=True))
         ]
         finish = self.executables.second_half(shape)
-        self._state, output = finish(self.weights, self._state, pending, inputs, self.placement.inputs(masks))
+        self.state, output = finish(self.weights, self.state, pending, inputs, self.placement.inputs(masks))
         return self._checked(output)
 
     def _checked(self, output: Any) -> Any:

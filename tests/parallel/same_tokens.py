@@ -1,0 +1,120 @@
+"""Run in a process of eight CPU devices: one engine on one device, one on each mesh, the same requests.
+
+    python -m tests.parallel.same_tokens METHOD BUDGET DATAxTENSOR …
+
+Prints a JSON object a mesh: `same` says for each request whether its tokens are those of the single device.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from jaxspec.checkpoints.drafter import Draft
+from jaxspec.decoding.processors import LogitRules
+from jaxspec.decoding.request import SamplingParams
+from jaxspec.parallel.mesh import placement
+from jaxspec.serving.cost import StepsTable
+from jaxspec.serving.engine import Engine
+from jaxspec.serving.sharded import ShardedEngine
+from tests.helpers.worlds import bigram_draft, tiny_draft, tiny_target
+
+SLOTS = 8
+TABLE = StepsTable((1, 9, 17, 25, 33), (1000.0, 900.0, 700.0, 500.0, 300.0), 64)  # budgets follow the load
+
+
+def requests(count: int = 10) -> list[tuple[list[int], SamplingParams]]:
+    """Greedy and seeded ones in turn; some ask for a processor, penalties or log probabilities."""
+    rng = random.Random(3)
+    found = []
+    for index in range(count):
+        changes: dict[str, Any] = {"ignore_eos": True, "max_new_tokens": rng.randint(12, 30)}
+        if index % 2:
+            changes |= {"temperature": 1.0, "seed": index}
+        if index == 3:
+            changes |= {"top_k": 7, "top_p": 0.9}
+        if index == 5:
+            changes |= {"min_p": 0.05, "logprobs": 2}
+        if index in (4, 7):
+            changes |= {"rules": LogitRules(repetition_penalty=1.3, frequency_penalty=0.5, logit_bias={5: 1.0})}
+        found.append(([rng.randrange(60) for _ in range(rng.randint(3, 40))], SamplingParams(**changes)))
+    return found
+
+
+def answers(engine: Any, asked: list[tuple[list[int], SamplingParams]]) -> list[list[int]]:
+    """Tokens of each request; the slots are never enough, so that requests wait for each other's."""
+    owners: dict[int, int] = {}
+    found: list[list[int]] = [[] for _ in asked]
+    waiting = list(enumerate(asked))
+    while waiting or engine.live:
+        while waiting and engine.free_slots:
+            index, request = waiting.pop(0)
+            owners[engine.admit(*request)] = index
+        for event in engine.step():
+            found[owners[event.handle]] += event.tokens
+    return found
+
+
+def draft_of(method: str, target: Any) -> Draft | None:
+    if method == "bigram":
+        return bigram_draft(target)  # right more often than not
+    return None if method == "none" else tiny_draft(target, method)
+
+
+def main(method: str, budget: str, *meshes: str) -> None:
+    target = tiny_target(seed=2, scale=0.2)  # it mostly follows the last token, as the bigram draft does
+    draft, asked = draft_of(method, target), requests()
+    options: dict[str, Any] = {
+        "max_context": 96, "prefill_chunk": 32, "page_size": 8, "pause_drafting": False, "max_logprobs": 2,
+        "cost_table": TABLE if budget == "budget" else None, "row_shares": (0.5,),
+    }  # fmt: skip
+    alone = answers(Engine(target, draft, num_slots=SLOTS, slot_buckets=(SLOTS,), **options), asked)
+    for mesh in meshes:
+        data, tensor = (int(size) for size in mesh.split("x"))
+        engine = ShardedEngine(
+            target, draft, placement=placement(data, tensor), num_slots=SLOTS, slot_buckets=(SLOTS // data,),
+            debug=True, **options,
+        )  # fmt: skip
+        found = answers(engine, asked)
+        layer = engine.weights.target["model"]["layers"][0]["self_attn"]
+        pool = jax.tree.leaves(engine.state.target)[0]
+        gained = accepted(engine)
+        engine.drop_prefixes()
+        print(json.dumps({
+            "mesh": mesh, "same": [one == other for one, other in zip(found, alone, strict=True)],
+            "tokens": sum(len(one) for one in found), "accepted": gained,
+            "compilations": engine.compile_count,
+            "held_pages": engine.held_pages, "rounds": engine.metrics().rounds,
+            "q": layer["q_proj"]["weight"].addressable_shards[0].data.shape,
+            "k": layer["k_proj"]["weight"].addressable_shards[0].data.shape,
+            "pool": pool.addressable_shards[0].data.shape, "across_data": engine_traffic(engine, tensor),
+        }), flush=True)  # fmt: skip
+
+
+def accepted(engine: ShardedEngine) -> int:
+    """Tokens that a request with ignored ends gains over plain rounds."""
+    prompt, params = [3, 9, 27], SamplingParams(max_new_tokens=30, ignore_eos=True)
+    engine.admit(prompt, params)
+    return sum(event.accepted for event in steps(engine))
+
+
+def steps(engine: Any) -> Iterator[Any]:
+    """Events until nothing is left to do."""
+    while engine.live:
+        yield from engine.step()
+
+
+def engine_traffic(engine: ShardedEngine, tensor: int) -> int:
+    """Bytes of the largest collective between data shards in any of the engine's programs."""
+    from tests.parallel.collectives import largest_across
+
+    return max(largest_across(compiled.as_text(), tensor) for compiled in engine.executables.built.values())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
