@@ -29,8 +29,10 @@ def write_rows(
     table = layout.page_table[layout.requests, layout.slots // page_size]
     page = jnp.where(layout.valid, table, TRASH_PAGE)
     offset = jnp.where(layout.valid, layout.slots % page_size, 0)
-    rows = jnp.stack([heads_apart(keys), heads_apart(values)], axis=2).reshape(keys.shape[0], -1, keys.shape[-1])
-    return pool.at[page, offset].set(rows.astype(pool.dtype), mode="promise_in_bounds")
+    heads = keys.shape[1]
+    rows = jnp.stack([keys, values], axis=2).reshape(keys.shape[0], -1, keys.shape[-1])
+    rows = heads_apart(rows.astype(pool.dtype), heads)
+    return heads_apart(pool.at[page, offset].set(rows, mode="promise_in_bounds"), heads)
 
 
 def gather(

@@ -119,13 +119,13 @@ def placement(data: int, tensor: int, devices: Sequence[Any] | None = None, abst
 
 def shard(array: jax.Array, index: int) -> np.ndarray:
     """What data shard `index` of an array with the data axis in front holds, on the host: read from one device."""
-    return np.asarray(_copies(array, index)[0])[0]
+    return jax.device_get(_copies(array, index)[0])[0]
 
 
 def check_copies(array: jax.Array, name: str) -> None:
     """Raises InvariantError where the devices of a data shard do not hold the same values: a decision must be one."""
     for index in range(array.shape[0]):
-        first, *others = (np.asarray(copy) for copy in _copies(array, index))
+        first, *others = jax.device_get(_copies(array, index))
         if any(not np.array_equal(first, other) for other in others):
             raise InvariantError(
                 problem(f"{name} of data shard {index}", "values that differ", "one decision on all its tensor shards")

@@ -103,12 +103,15 @@ def vocab_apart(x: jax.Array) -> jax.Array:
     return _constrained(x, *[None] * (x.ndim - 1), TENSOR)
 
 
-def heads_apart(x: jax.Array) -> jax.Array:
-    """[M, K/V heads, D] on its way to a cache, split as the cache is."""
+def heads_apart(x: jax.Array, heads: int) -> jax.Array:
+    """A cache [pages, page, 2 x kv heads, D], or rows [M, 2 x kv heads, D] on their way to it, by its K/V heads.
+
+    Left to the compiler, whole K/V heads would be cut for the scores, and the cache sent around to make it whole again.
+    """
     shards = _tensor_shards()
-    if shards == 1 or x.shape[1] % shards:
+    if shards == 1 or heads % shards:
         return whole(x)
-    return _constrained(x, None, TENSOR)
+    return _constrained(x, *[None] * (x.ndim - 2), TENSOR)
 
 
 def rows_apart(x: jax.Array) -> jax.Array:

@@ -99,6 +99,9 @@ def load(config: ServeConfig, check: Callable[[], None], stages: Stages | None =
         say(f"engine.cost_table {config.engine.cost_table} is a compiler's estimate, not a measurement")
     mesh = config.mesh
     place = placement(mesh.data, mesh.tensor) if mesh.data * mesh.tensor > 1 else None
+    if place is not None:
+        kind = place.mesh.devices.flat[0].device_kind
+        say(f"mesh: data={mesh.data} tensor={mesh.tensor}, the first {place.mesh.size} devices ({kind})")
     with stages or Stages(1 if source is None else 2) as progress:
         with progress.stage("loading the target"):
             target = load_target(

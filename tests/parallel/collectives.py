@@ -46,7 +46,8 @@ def _ids(text: str) -> np.ndarray:
 
 
 def largest_across(text: str, tensor: int) -> int:
-    """Bytes of the largest result of a collective whose devices (data-major) are in more than one data shard."""
+    """Bytes of the largest result of a collective whose devices (data-major) are in more than one data shard of so many
+    devices; of any collective for `tensor` 1."""
     largest = 0
     for result, call in _CALL.findall(text):
         if any(len({device // tensor for device in group}) > 1 for group in groups_of(call)):

@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxspec.checkpoints.drafter import Draft
 from jaxspec.decoding.processors import LogitRules
@@ -21,11 +22,39 @@ from jaxspec.decoding.request import SamplingParams
 from jaxspec.parallel.mesh import placement
 from jaxspec.serving.cost import StepsTable
 from jaxspec.serving.engine import Engine
+from jaxspec.serving.grammar import Grammar
 from jaxspec.serving.sharded import ShardedEngine
 from tests.helpers.worlds import bigram_draft, tiny_draft, tiny_target
 
 SLOTS = 8
 TABLE = StepsTable((1, 9, 17, 25, 33), (1000.0, 900.0, 700.0, 500.0, 300.0), 64)  # budgets follow the load
+
+
+class Alternating:
+    """Stands for a compiler of grammars: an answer's n-th token has the parity of n."""
+
+    def start(self, grammar: Grammar) -> Parity:
+        return Parity()
+
+
+class Parity:
+    """The state of one answer."""
+
+    finished = False
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def masks(self, drafts: Sequence[int]) -> np.ndarray:
+        even, odd = np.uint32(0x55555555), np.uint32(0xAAAAAAAA)
+        rows = [[odd if (self.seen + row) % 2 else even] * 2 for row in range(len(drafts) + 1)]
+        return np.array(rows, np.uint32).view(np.int32)
+
+    def advance(self, tokens: Sequence[int]) -> int:
+        for token in tokens:
+            assert token % 2 == self.seen % 2, "a token that its mask forbids"
+            self.seen += 1
+        return len(tokens)
 
 
 def requests(count: int = 10) -> list[tuple[list[int], SamplingParams]]:
@@ -46,7 +75,7 @@ def requests(count: int = 10) -> list[tuple[list[int], SamplingParams]]:
     return found
 
 
-def answers(engine: Any, asked: list[tuple[list[int], SamplingParams]]) -> list[list[int]]:
+def answers(engine: Any, asked: list[tuple[list[int], SamplingParams]], grammars: bool) -> list[list[int]]:
     """Tokens of each request; the slots are never enough, so that requests wait for each other's."""
     owners: dict[int, int] = {}
     found: list[list[int]] = [[] for _ in asked]
@@ -54,14 +83,15 @@ def answers(engine: Any, asked: list[tuple[list[int], SamplingParams]]) -> list[
     while waiting or engine.live:
         while waiting and engine.free_slots:
             index, request = waiting.pop(0)
-            owners[engine.admit(*request)] = index
+            grammar = Grammar("regex", "parity") if grammars and index % 3 == 0 else None
+            owners[engine.admit(*request, 0, grammar)] = index
         for event in engine.step():
             found[owners[event.handle]] += event.tokens
     return found
 
 
 def draft_of(method: str, target: Any) -> Draft | None:
-    if method == "bigram":
+    if method in ("bigram", "grammar"):
         return bigram_draft(target)  # right more often than not
     return None if method == "none" else tiny_draft(target, method)
 
@@ -71,16 +101,19 @@ def main(method: str, budget: str, *meshes: str) -> None:
     draft, asked = draft_of(method, target), requests()
     options: dict[str, Any] = {
         "max_context": 96, "prefill_chunk": 32, "page_size": 8, "pause_drafting": False, "max_logprobs": 2,
+        "grammars": Alternating() if method == "grammar" else None,
         "cost_table": TABLE if budget == "budget" else None, "row_shares": (0.5,),
     }  # fmt: skip
-    alone = answers(Engine(target, draft, num_slots=SLOTS, slot_buckets=(SLOTS,), **options), asked)
+    alone = answers(
+        Engine(target, draft, num_slots=SLOTS, slot_buckets=(SLOTS,), **options), asked, method == "grammar"
+    )
     for mesh in meshes:
         data, tensor = (int(size) for size in mesh.split("x"))
         engine = ShardedEngine(
             target, draft, placement=placement(data, tensor), num_slots=SLOTS, slot_buckets=(SLOTS // data,),
             debug=True, **options,
         )  # fmt: skip
-        found = answers(engine, asked)
+        found = answers(engine, asked, method == "grammar")
         layer = engine.weights.target["model"]["layers"][0]["self_attn"]
         pool = jax.tree.leaves(engine.state.target)[0]
         gained = accepted(engine)
@@ -92,7 +125,8 @@ def main(method: str, budget: str, *meshes: str) -> None:
             "held_pages": engine.held_pages, "rounds": engine.metrics().rounds,
             "q": layer["q_proj"]["weight"].addressable_shards[0].data.shape,
             "k": layer["k_proj"]["weight"].addressable_shards[0].data.shape,
-            "pool": pool.addressable_shards[0].data.shape, "across_data": engine_traffic(engine, tensor),
+            "pool": pool.addressable_shards[0].data.shape, "pool_bytes": pool.addressable_shards[0].data.nbytes,
+            "across_data": traffic(engine, tensor), "anywhere": traffic(engine, 1),
         }), flush=True)  # fmt: skip
 
 
@@ -109,7 +143,7 @@ def steps(engine: Any) -> Iterator[Any]:
         yield from engine.step()
 
 
-def engine_traffic(engine: ShardedEngine, tensor: int) -> int:
+def traffic(engine: ShardedEngine, tensor: int) -> int:
     """Bytes of the largest collective between data shards in any of the engine's programs."""
     from tests.parallel.collectives import largest_across
 

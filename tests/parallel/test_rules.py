@@ -122,7 +122,7 @@ def test_a_drafter_is_split_by_its_own_heads():
 
 def test_without_a_mesh_nothing_happens():
     x = jnp.arange(6.0).reshape(2, 3)
-    assert rows_apart(x) is x and vocab_apart(x) is x and whole(x) is x and heads_apart(x) is x
+    assert rows_apart(x) is x and vocab_apart(x) is x and whole(x) is x and heads_apart(x, 2) is x
     asked = jnp.array(True)
     assert anywhere(asked) is asked
 
@@ -149,3 +149,4 @@ def test_the_reader_of_collectives_sees_what_crosses_data_shards():
     assert groups_of(turned) == [[0, 1, 2, 3], [4, 5, 6, 7]] and largest_across(turned, 4) == 0
     assert groups_of(inside) == [[0, 1], [2, 3]] and groups_of(across) == [[0, 2], [1, 3]]
     assert [largest_across(text, 2) for text in (inside, across, moved)] == [0, 128, 6]
+    assert [largest_across(text, 1) for text in (inside, across, moved)] == [128, 128, 6]

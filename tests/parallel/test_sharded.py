@@ -9,6 +9,8 @@ import pytest
 
 from tests.helpers.process import run_on_devices, run_python
 
+COVERS = ("jaxspec/parallel", "jaxspec/serving", "jaxspec/decoding", "jaxspec/models")
+
 
 def run(method: str, budget: str, *meshes: str, timeout: float = 280) -> list[dict[str, Any]]:
     done = run_python(
@@ -27,11 +29,12 @@ def check(method: str, found: list[dict[str, Any]]) -> None:
     for one in found:
         data, tensor = (int(size) for size in one["mesh"].split("x"))
         assert all(one["same"]) and one["tokens"] > 100, one
-        assert one["accepted"] > 5 or method != "bigram", one
+        assert one["accepted"] > 5 or method not in ("bigram", "grammar"), one
         assert (one["compilations"], one["held_pages"]) == (0, 0), one
         kv = 2 // tensor if 2 % tensor == 0 else 2  # K/V heads of a shard: all of them where they do not divide
         assert one["q"] == [32 // tensor, 32] and one["k"] == [8 * kv, 32], one
         assert one["pool"][0] == 1 and one["pool"][3] == 2 * kv, one
+        assert one["anywhere"] < one["pool_bytes"] / 2, one  # no cache is sent around
         assert one["across_data"] <= 4 * (data > 1), one  # a word on whether a branch is taken
 
 
@@ -90,7 +93,7 @@ def test_a_mesh_says_what_one_device_says(method: str, budget: str, mesh: str) -
     check(method, run(method, budget, mesh))
 
 
-@pytest.mark.slow("parallel", covers=("jaxspec/parallel", "jaxspec/serving", "jaxspec/decoding", "jaxspec/models"))
+@pytest.mark.slow("parallel", covers=COVERS)
 @pytest.mark.parametrize("budget", ["all", "budget"])
 @pytest.mark.parametrize("method", ["none", "dflash", "dspark", "bigram"])
 def test_every_mesh_says_what_one_device_says(method: str, budget: str, record_property: Any) -> None:
@@ -100,3 +103,10 @@ def test_every_mesh_says_what_one_device_says(method: str, budget: str, record_p
     for one in found:
         record_property(f"{method} {budget} {one['mesh']}", {"requests": len(one["same"]), "tokens": one["tokens"]})
     check(method, found)
+
+
+@pytest.mark.slow("parallel", covers=COVERS)
+def test_masks_reach_the_shard_whose_request_asked(record_property: Any) -> None:
+    found = run("grammar", "budget", "2x2", "4x1", timeout=1500)
+    record_property("grammars", [one["mesh"] for one in found])
+    check("grammar", found)
