@@ -1,17 +1,24 @@
-"""Times a plain decoding step and whole speculative rounds at a public target's shape, with random weights.
+"""Times the server's round on this machine's device at a public target's shape, with random weights.
 
-    python tools/bench_round.py --shape qwen3-4b --context 1024 [--out FILE]
+    python tools/bench_round.py --shape qwen3-4b qwen3-0.6b [--curve qwen3-4b] [--json FILE]
 
-One request, greedy. A round is draft, verify, accept and commit; acceptance plays no part in its time. Medians of
-synchronous calls after warm-up; the first call's compilation is not timed.
+Every figure is `Engine.step` with overlapped rounds, greedy requests without options, their contexts put in place
+instead of prefilled; the median over `--repeats` steps after warm-up, compilation not counted. A round is draft,
+verify, accept and commit; with random weights nearly nothing is accepted, which plays no part in its time. `verify` is
+the n-gram drafter's round, whose drafts cost next to nothing. `--curve` times it over requests R and rows M.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
+import gc
 import json
+import os
+import platform
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -24,13 +31,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.decoding.request import SamplingParams
-from jaxspec.decoding.runner import SlotRunner
 from jaxspec.drafters.block_config import fresh_config
 from jaxspec.drafters.dflash import DFlash
 from jaxspec.drafters.dspark import DSpark
 from jaxspec.drafters.markov import MarkovConfig
+from jaxspec.drafters.ngram import NGram
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Decoder
+from jaxspec.models.packed import pack
+from jaxspec.serving.engine import Engine
+from jaxspec.serving.pages import rows_in_flight
+from jaxspec.serving.requests import Phase
+from tools.profile_table import profile
 
 _QWEN3 = {
     "model_type": "qwen3",
@@ -40,36 +52,20 @@ _QWEN3 = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 1e6,
     "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-4b": _QWEN3
-    | {
-        "hidden_size": 2560,
-        "intermediate_size": 9728,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "tie_word_embeddings": True,
-    },
+    | {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
     "qwen3-0.6b": _QWEN3
-    | {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "tie_word_embeddings": True,
-    },
+    | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
     "tiny": _QWEN3
-    | {
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 16,
-        "head_dim": 16,
-        "tie_word_embeddings": True,
-    },
+    | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 12, "num_attention_heads": 16}
+    | {"vocab_size": 512, "head_dim": 16},
 }
 MASK = 7
+CURVE = {1: (1, 2, 4, 8, 16, 32), 4: (4, 16, 64), 16: (16, 64, 256), 64: (64, 256, 512)}  # requests: rows
+SPARE = 256  # positions behind the context
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +79,17 @@ class Loaded:
     head: Any = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One figure: a drafter and a number of requests, with the rows that the target then gets."""
+
+    name: str
+    draft: Loaded | None
+    requests: int = 1
+    rows: int = 1
+    room: int | None = None  # positions behind the context; None: as many again
+
+
 def random_weights(abstract: Any) -> Any:
     """bfloat16 weights of a plausible size, made on the device leaf by leaf."""
     make = jax.jit(lambda key, shape: 0.02 * jax.random.normal(key, shape, jnp.bfloat16), static_argnums=1)
@@ -90,72 +97,180 @@ def random_weights(abstract: Any) -> Any:
     return jax.tree.unflatten(tree, [make(jax.random.key(i), leaf.shape) for i, leaf in enumerate(leaves)])
 
 
-def drafters(target: ModelConfig) -> dict[str, Any]:
-    """The methods that are timed."""
+def load_target(shape: str, packed: bool) -> Loaded:
+    """Packed once here for all engines, which would each make a copy."""
+    config = ModelConfig.from_hf(SHAPES[shape])
+    decoder = Decoder(config)
+    params = random_weights(decoder.abstract_params(jnp.bfloat16))
+    return Loaded(pack(params, config) if packed else params, model=decoder)
+
+
+def ngram(target: ModelConfig, proposals: int) -> Loaded | None:
+    """The drafter of `verify`; without proposals none."""
+    return Loaded({}, drafter=NGram(target.vocab_size, proposals)) if proposals else None
+
+
+def round_cases(target: ModelConfig) -> list[Case]:
+    """Plain decoding, verification and whole rounds."""
     base = {"num_layers": 5, "mask_token_id": MASK}
-    return {
-        "none": None,
+    methods: dict[str, Any] = {
         "dflash b16": DFlash(fresh_config(target, block_size=16, **base)),
         "dspark b7": DSpark(fresh_config(target, block_size=7, **base), heads=MarkovConfig(rank=256)),
     }
+    whole = [
+        Case(name, Loaded(random_weights(method.abstract_params(jnp.bfloat16)), drafter=method), 1, rows)
+        for (name, method), rows in zip(methods.items(), (16, 8), strict=True)
+    ]
+    verify = Case("verify 16 rows", ngram(target, 15), 1, 16)
+    return [Case("plain", None), verify, Case("plain, batch 8", None, 8, 8), *whole]
 
 
-def time_rounds(runner: SlotRunner, context: int, repeats: int) -> dict[str, float]:
-    """Median seconds of a round of one request at about `context` committed tokens."""
-    prompt = np.random.default_rng(0).integers(10, runner.vocab_size, context).tolist()
-    started = time.perf_counter()
-    runner.warm_up()
-    compiled = time.perf_counter() - started
-    started = time.perf_counter()
-    runner.admit(prompt, SamplingParams(max_new_tokens=10_000, ignore_eos=True))
-    prefill = time.perf_counter() - started
-    for _ in range(5):
-        runner.step()
-    times = []
-    for _ in range(repeats):
+def curve_cases(target: ModelConfig, known: list[Case]) -> list[Case]:
+    """The points of `CURVE` that no other case has."""
+    timed = {(case.requests, case.rows) for case in known if case.draft is None or case.name.startswith("verify")}
+    points = [(requests, rows) for requests, all_rows in CURVE.items() for rows in all_rows]
+    return [
+        Case(f"verify R={r} M={m}", ngram(target, m // r - 1), r, m, room=SPARE)
+        for r, m in points
+        if (r, m) not in timed
+    ]
+
+
+class Bench:
+    """An engine on which `case.requests` requests have decoded up to `context` tokens."""
+
+    def __init__(self, case: Case, target: Loaded, context: int, attention: str, bare: bool | None):
+        self.case, self.context = case, context
+        room = context if case.room is None else case.room
+        self.engine = Engine(
+            target, case.draft, num_slots=case.requests, slot_buckets=(case.requests,), max_context=context + room,
+            pause_drafting=False, attention=attention, pack_weights=False, bare_rounds=bare,
+        )  # fmt: skip
+
+    def compile(self) -> float:
+        """Of all executables the one that is timed; seconds."""
+        executables, drafts = self.engine._executables, self.case.draft is not None
+        wanted = [
+            shape
+            for shape in executables.shapes
+            if not shape.prefill and shape.drafting == drafts and shape.rows == self.case.rows
+        ]
+        executables.shapes = wanted[-1:]  # the bare one where there are two
         started = time.perf_counter()
-        runner.step()
-        times.append(time.perf_counter() - started)
+        self.engine.warm_up()
+        return time.perf_counter() - started
+
+    def fill(self) -> None:
+        """Requests in mid-answer: pages, positions and anchors as a prefill would leave them, noise in the caches."""
+        engine = self.engine
+        prompt = np.random.default_rng(0).integers(10, engine.vocab_size, self.context).tolist()
+        for _ in range(self.case.requests):
+            engine.admit(prompt, SamplingParams(max_new_tokens=100_000, ignore_eos=True))
+        for request in engine._requests():
+            request.text, request.phase = request.history, Phase.DECODING
+            rows = self.context + rows_in_flight(1, engine._inputs.written)
+            assert request.lease.reserve(engine._allocator, rows, engine.max_context, engine._cache.evict)
+            request.lease.commit(self.context)
+        noise = jax.jit(
+            lambda old, seed: 0.5 * jax.random.normal(jax.random.key(seed), old.shape, old.dtype), donate_argnums=0
+        )
+        state, count = engine._state, len(engine._slots)
+        random = lambda tree: [  # noqa: E731
+            noise(leaf, i) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+            for i, leaf in enumerate(jax.tree.leaves(tree))
+        ]
+        fresh = {
+            name: jax.tree.unflatten(jax.tree.structure(tree), random(tree))
+            for name, tree in (("target", state.target), ("draft", state.draft))
+        }
+        put = lambda values: jax.device_put(np.asarray(values, np.int32), engine._device)  # noqa: E731
+        engine._state = dataclasses.replace(
+            state, anchors=put(prompt[:1] * count), positions=put([self.context] * count), **fresh
+        )
+
+    def time(self, repeats: int, profiled: int) -> dict[str, Any]:
+        """Milliseconds of a round, and what a profile of `profiled` more says."""
+        for _ in range(10):
+            self.engine.step()
+        times = []
+        for _ in range(repeats):
+            started = time.perf_counter()
+            self.engine.step()
+            times.append(1e3 * (time.perf_counter() - started))
+        found = {
+            "requests": self.case.requests, "rows": self.case.rows, "round_ms": statistics.median(times),
+            "fastest_ms": min(times), "compilations": self.engine.compile_count,
+        }  # fmt: skip
+        return found | ({"profile": profile(self.engine.step, profiled)} if profiled else {})
+
+
+def run(shape: str, arguments: argparse.Namespace, curve: bool) -> dict[str, Any]:
+    """Every case of a shape. Programs are compiled several at a time, then the cases run one after the other."""
+    target = load_target(shape, not arguments.unpacked)
+    cases = [case for case in round_cases(target.model.config) if not arguments.only or case.name in arguments.only]
+    cases += curve_cases(target.model.config, cases) if curve else []
+    bare = False if arguments.conditions else None
+    started = time.perf_counter()
+    benches = [Bench(case, target, arguments.context, arguments.attention, bare) for case in cases]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        list(pool.map(Bench.compile, benches))
+    print(f"{shape}: {len(benches)} programs compiled in {time.perf_counter() - started:.0f} s", flush=True)
+    found: dict[str, Any] = {}
+    for position, case in enumerate(cases):
+        bench, benches[position] = benches[position], None  # type: ignore[call-overload]
+        bench.fill()
+        found[case.name] = bench.time(arguments.repeats, arguments.profile if case.room is None else 0)
+        print(f"  {case.name}: {found[case.name]['round_ms']:.3f} ms", flush=True)
+        if "profile" in found[case.name] and arguments.show:
+            print(json.dumps(found[case.name]["profile"], indent=1), flush=True)
+        del bench
+        gc.collect()
+    report: dict[str, Any] = {"shape": shape, "context": arguments.context, "dtype": "bfloat16", "rounds": found}
+    if "plain" in found:
+        plain = found["plain"]["round_ms"]
+        wholes = {
+            name: each["round_ms"] / plain for name, each in found.items() if name.startswith(("dflash", "dspark"))
+        }
+        report["round_over_plain_step"] = wholes
+    return report
+
+
+def header() -> dict[str, Any]:
+    """How, on what and of which commit."""
+    commit = os.environ.get("SOURCE_COMMIT")
+    if commit is None:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
     return {
-        "compile_s": compiled,
-        "prefill_s": prefill,
-        "round_ms": 1e3 * statistics.median(times),
-        "compiles": runner.compile_count,
+        "command": " ".join(["python", "tools/bench_round.py", *sys.argv[1:]]),
+        "commit": commit,
+        "device": jax.devices()[0].device_kind,
+        "platform": jax.devices()[0].client.platform_version.strip(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
 
 
 def main() -> None:
-    """Prints one JSON object."""
+    """Prints a line a figure; `--json` writes them all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-4b")
+    parser.add_argument("--shape", choices=sorted(SHAPES), nargs="+", default=["qwen3-4b"])
+    parser.add_argument("--curve", choices=sorted(SHAPES), nargs="*", default=[])
+    parser.add_argument("--only", nargs="*", default=[], help="names of rounds, as they are printed")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=60)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--profile", type=int, default=4, help="rounds that are profiled; 0 for none")
+    parser.add_argument("--show", action="store_true", help="print the profiles")
+    parser.add_argument("--attention", default="auto", help="engine.attention")
+    parser.add_argument("--unpacked", action="store_true", help="engine.pack_weights=false")
+    parser.add_argument("--conditions", action="store_true", help="engine.bare_rounds=false")
+    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    config = ModelConfig.from_hf(SHAPES[arguments.shape])
-    decoder = Decoder(config)
-    target = Loaded(random_weights(decoder.abstract_params(jnp.bfloat16)), model=decoder)
-    report: dict[str, Any] = {
-        "shape": arguments.shape,
-        "context": arguments.context,
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "dtype": "bfloat16",
-        "rounds": {},
-    }
-    for name, drafter in drafters(config).items():
-        draft = (
-            None if drafter is None else Loaded(random_weights(drafter.abstract_params(jnp.bfloat16)), drafter=drafter)
-        )
-        runner = SlotRunner(target, draft, num_slots=1, max_context=2 * arguments.context, prefill_chunk=256)
-        report["rounds"][name] = time_rounds(runner, arguments.context, arguments.repeats)
-        print(name, report["rounds"][name], flush=True)
-        del runner
-    plain = report["rounds"]["none"]["round_ms"]
-    report["round_over_plain_step"] = {k: v["round_ms"] / plain for k, v in report["rounds"].items() if k != "none"}
-    print(json.dumps(report))
-    if arguments.out:
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    report = header() | {"runs": []}
+    for shape in arguments.shape:
+        report["runs"].append(run(shape, arguments, shape in arguments.curve))
+        if arguments.json:  # what is measured is kept, should a later shape fail
+            arguments.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxspec.decoding.acceptance import MODES
+from jaxspec.drafters.base import Shared
 from jaxspec.errors import ConfigError, problem
 from jaxspec.models.config import ModelConfig
 
-__all__ = ["check_draft", "check_options", "check_proposals", "check_sizes"]
+__all__ = ["check_draft", "check_options", "check_proposals", "check_sizes", "shared_tables"]
 
 
 def check_sizes(sizes: Mapping[str, Any]) -> None:
@@ -92,3 +93,12 @@ def _vocab_size(drafter: Any) -> int | None:
         except AttributeError:
             continue
     return None
+
+
+def shared_tables(target: Any, draft: Any) -> Shared:
+    """The target's embedding and head, or the drafter's checkpoint's own."""
+    embedding, head = getattr(draft, "embedding", None), getattr(draft, "head", None)
+    return Shared(
+        target.model.embedding(target.params) if embedding is None else embedding,
+        target.model.head(target.params) if head is None else head,
+    )

@@ -84,9 +84,9 @@ class RoundInput:
     seeds: UInt32[Array, "R 2"]  # low and high word
     samples: Int[Array, "R"]
     sampling: SlotSampling
-    logprobs: Bool[Array, "R"]  # whether the request wants them
+    logprobs: Bool[Array, "R"] | None  # whether the request wants them; None: nobody does
     confidence: Float[Array, "R m"] | None = None  # observed, for methods that have none (with a schedule)
-    rules: Rules | None = None
+    rules: Rules | None = None  # None: nobody has any, and no history is kept
     prefill: PrefillRows | None = None
 
 
@@ -202,7 +202,7 @@ class RaggedProgram(Program):
         if accepted.path is not None:  # log probabilities follow the accepted path
             path = jnp.pad(accepted.path, ((0, 0), (1, 0)))
             logits = jnp.take_along_axis(logits, path[..., None], axis=1)
-        wanted = jnp.any(inputs.logprobs)
+        wanted = None if inputs.logprobs is None else jnp.any(inputs.logprobs)
         values = self._logprobs(wanted, lambda: (logits, tokens), tokens.shape)
         start = Started(state, jnp.zeros(0, jnp.int32))
         if inputs.prefill is not None and pending.pieces is not None:
@@ -272,9 +272,8 @@ class RaggedProgram(Program):
             pieces = dataclasses.replace(pieces, owners=prefill.slots)
             flat = jnp.concatenate([flat, jnp.where(pieces.valid, prefill.tokens, 0)])
             layouts, positions = (layout, pieces), jnp.concatenate([positions, pieces.positions])
-        out = self.decoder.forward(
-            weights.target, flat, positions, PagedParts(layouts), state.target, self.drafter.taps
-        )
+        attention = PagedParts(layouts, self.attention)
+        out = self.decoder.forward(weights.target, flat, positions, attention, state.target, self.drafter.taps)
         return pieces, out
 
     def _start(
@@ -297,7 +296,7 @@ class RaggedProgram(Program):
         logits = self.decoder.logits(weights.target, hidden[at])
         ends = prefill.final & (prefill.counts > 0)
         processed, history = logits, state.history
-        if history is not None:
+        if history is not None and inputs.rules is not None:
             history = _note_prompt(history, prefill, pieces)
             rules = jax.tree.map(of, self._with(history, inputs))
             nothing = jnp.zeros((prefill.slots.shape[0], 0), jnp.int32)
@@ -314,11 +313,11 @@ class RaggedProgram(Program):
             weights.draft, weights.shared, state.draft, Rows(features, prefill.tokens, following), pieces
         )
         put = lambda whole, part: whole.at[prefill.slots].set(part, mode="drop")  # noqa: E731
-        if history is not None:
+        if history is not None and inputs.rules is not None:
             counts = history.counts.at[prefill.slots, first].add(ends.astype(jnp.int32), mode="drop")
             emitted = history.emitted.at[prefill.slots].add(ends.astype(jnp.int32), mode="drop")
             history = dataclasses.replace(history, counts=counts, emitted=emitted)
-        wanted = jnp.any(of(inputs.logprobs) & (prefill.counts > 0))
+        wanted = None if inputs.logprobs is None else jnp.any(of(inputs.logprobs) & (prefill.counts > 0))
         rows_of_prompt = lambda: (self.decoder.logits(weights.target, hidden), following)  # noqa: E731
         return Started(
             EngineState(put(state.anchors, first), put(state.positions, end), state.target, draft, history),
@@ -335,14 +334,14 @@ class RaggedProgram(Program):
         return SlotRules(**own, **seen)
 
     def _rules(self, state: EngineState, inputs: RoundInput) -> SlotRules | None:
-        return None if state.history is None else self._with(state.history, inputs)
+        return None if state.history is None or inputs.rules is None else self._with(state.history, inputs)
 
     def _logprobs(
-        self, wanted: Bool[Array, ""], rows: Callable[[], tuple[Array, Array]], shape: tuple[int, ...]
+        self, wanted: Bool[Array, ""] | None, rows: Callable[[], tuple[Array, Array]], shape: tuple[int, ...]
     ) -> Logprobs | None:
         """Of raw logits and the tokens behind them, computed only if somebody wants them."""
         top = self.max_logprobs
-        if top is None:
+        if top is None or wanted is None:
             return None
 
         def nothing() -> Logprobs:

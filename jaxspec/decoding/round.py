@@ -104,6 +104,7 @@ class Program:
     num_proposals: int | None = None  # None: as many as the drafter gives
     stacked: bool = False  # target layers as one dict of arrays (a trainer's form), so its pools are one array too
     record: bool = False
+    attention: str = "reference"  # of the target over its pages; see `pallas_kernels.verify_attention`
 
     @property
     def pages_per_slot(self) -> int:
@@ -181,7 +182,7 @@ class Program:
         """One target forward over anchor and kept proposals: logits, features, pools with their K/V, and the layout."""
         flat, layout = self.verify_rows(state, proposal, lengths)
         out = self.decoder.forward(
-            weights.target, flat, layout.positions, PagedCausal(layout), state.target, self.drafter.taps
+            weights.target, flat, layout.positions, PagedCausal(layout, self.attention), state.target, self.drafter.taps
         )
         logits = self.decoder.logits(weights.target, out.hidden)
         return logits.reshape(lengths.shape[0], layout.max_rows, -1), out.features, out.caches, layout
@@ -282,7 +283,12 @@ class Program:
         table = jax.lax.dynamic_index_in_dim(slots.page_table, slot)
         layout = uniform_layout(chunk.start[None], chunk.count[None], table, chunk.tokens.shape[0])
         out = self.decoder.forward(
-            weights.target, chunk.tokens, layout.positions, PagedCausal(layout), state.target, self.drafter.taps
+            weights.target,
+            chunk.tokens,
+            layout.positions,
+            PagedCausal(layout, self.attention),
+            state.target,
+            self.drafter.taps,
         )
         end = chunk.start + chunk.count
         last = jax.lax.dynamic_index_in_dim(out.hidden, chunk.count - 1)

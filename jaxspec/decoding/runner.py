@@ -17,11 +17,11 @@ import numpy as np
 
 from jaxspec.decoding import debug as checks
 from jaxspec.decoding.compilations import CompilationCounter
-from jaxspec.decoding.fit import check_draft, check_options, check_proposals, check_sizes
+from jaxspec.decoding.fit import check_draft, check_options, check_proposals, check_sizes, shared_tables
 from jaxspec.decoding.request import SamplingParams, validate_prompt
 from jaxspec.decoding.round import PrefillInput, Program, Weights
 from jaxspec.decoding.sampling import SlotSampling
-from jaxspec.drafters.base import Drafter, Shared
+from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.none import NoDrafter
 from jaxspec.errors import RequestError
 from jaxspec.models.decoder import Decoder
@@ -47,15 +47,6 @@ class DraftLike(Protocol):
     def embedding(self) -> Any: ...
     @property
     def head(self) -> Any: ...
-
-
-def shared_tables(target: TargetLike, draft: DraftLike | None) -> Shared:
-    """Embedding and head that the drafter works with: its checkpoint's own, or the target's by reference."""
-    embedding, head = getattr(draft, "embedding", None), getattr(draft, "head", None)
-    return Shared(
-        target.model.embedding(target.params) if embedding is None else embedding,
-        target.model.head(target.params) if head is None else head,
-    )
 
 
 @dataclasses.dataclass(frozen=True)

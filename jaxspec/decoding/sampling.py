@@ -17,12 +17,12 @@ GREEDY_BELOW = 1e-5  # logits over a smaller temperature overflow float32
 @dataclasses.dataclass(frozen=True)
 class SlotSampling:
     """Sampling parameters of every slot. Anything but a positive temperature is greedy, so padding rows may hold
-    junk.
+    junk. `top_k` and `top_p` are both None where nobody asks for either: then there is no sort in the program.
     """
 
     temperature: Float[Array, "R"]
-    top_k: Int[Array, "R"]
-    top_p: Float[Array, "R"]
+    top_k: Int[Array, "R"] | None
+    top_p: Float[Array, "R"] | None
     min_p: Float[Array, "R"]
 
     @classmethod
@@ -48,26 +48,32 @@ class SlotSampling:
         logits = rows_apart(logits.astype(jnp.float32))
         greedy, temperature, min_p = (_over(x, logits.ndim) for x in (self.greedy, self.temperature, self.min_p))
         scaled = jnp.where(greedy, 0.0, logits / jnp.where(greedy, 1.0, temperature))
-        asked = jnp.any(~self.greedy & ((self.top_k > 0) | (self.top_p < 1)))
-        kept = jax.lax.cond(anywhere(asked), self._top_k_top_p, lambda rows: jnp.ones(rows.shape, bool), scaled)
-        probs = jax.nn.softmax(jnp.where(kept, scaled, -jnp.inf), axis=-1)
+        if self.top_k is not None and self.top_p is not None:
+            asked = jnp.any(~self.greedy & ((self.top_k > 0) | (self.top_p < 1)))
+            everything = lambda rows, *_: jnp.ones(rows.shape, bool)  # noqa: E731
+            kept = jax.lax.cond(anywhere(asked), _top_k_top_p, everything, scaled, self.top_k, self.top_p)
+            scaled = jnp.where(kept, scaled, -jnp.inf)
+        probs = jax.nn.softmax(scaled, axis=-1)
         peak = jnp.max(probs, axis=-1, keepdims=True)
         probs = jnp.where((min_p > 0) & (probs < min_p * peak), 0.0, probs)
         probs = probs / jnp.sum(probs, axis=-1, keepdims=True)
         best = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
         return jnp.where(greedy, best, probs)
 
-    def _top_k_top_p(self, logits: Float[Array, "R *slots V"]) -> Bool[Array, "R *slots V"]:
-        """Ranks are exact: ties are broken towards the lowest id, so top_k = 1 keeps one id."""
-        top_k, top_p = _over(self.top_k, logits.ndim), _over(self.top_p, logits.ndim)
-        order = jnp.argsort(logits, axis=-1, descending=True, stable=True)
-        ranked = jnp.take_along_axis(logits, order, axis=-1)
-        rank = jnp.arange(logits.shape[-1])
-        kept = (top_k <= 0) | (rank < top_k)
-        probs = jax.nn.softmax(jnp.where(kept, ranked, -jnp.inf), axis=-1)
-        before = jnp.cumsum(probs, axis=-1) - probs
-        kept &= (rank == 0) | (top_p >= 1) | (before < top_p)
-        return jnp.put_along_axis(jnp.zeros(logits.shape, bool), order, kept, axis=-1, inplace=False)
+
+def _top_k_top_p(
+    logits: Float[Array, "R *slots V"], top_k: Int[Array, "R"], top_p: Float[Array, "R"]
+) -> Bool[Array, "R *slots V"]:
+    """Ranks are exact: ties are broken towards the lowest id, so top_k = 1 keeps one id."""
+    top_k, top_p = _over(top_k, logits.ndim), _over(top_p, logits.ndim)
+    order = jnp.argsort(logits, axis=-1, descending=True, stable=True)
+    ranked = jnp.take_along_axis(logits, order, axis=-1)
+    rank = jnp.arange(logits.shape[-1])
+    kept = (top_k <= 0) | (rank < top_k)
+    probs = jax.nn.softmax(jnp.where(kept, ranked, -jnp.inf), axis=-1)
+    before = jnp.cumsum(probs, axis=-1) - probs
+    kept &= (rank == 0) | (top_p >= 1) | (before < top_p)
+    return jnp.put_along_axis(jnp.zeros(logits.shape, bool), order, kept, axis=-1, inplace=False)
 
 
 def _over(values: Array, dimensions: int) -> Array:

@@ -7,6 +7,7 @@ context): both hand `block_forward` the context K/V of every layer and call the 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,15 +26,19 @@ from jaxspec.models.layout import RaggedLayout
 from jaxspec.models.rope import rotary
 from pallas_kernels.anchor_attention.api import anchor_attention
 from pallas_kernels.anchor_attention.reference import block_mask, context_mask
+from pallas_kernels.verify_attention.api import verify_attention
+from pallas_kernels.verify_attention.rows import VerifyRows
 
 ContextKV = Sequence[tuple[Array, Array]]
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockDrafter:
-    """State, commit and the forward that DFlash and its descendants share."""
+    """State, commit and the forward that DFlash and its descendants share. `attention` names the verify attention
+    (`pallas_kernels.verify_attention`) that a served block runs; the reference gathers its pages."""
 
     config: BlockConfig
+    attention: str = dataclasses.field(default="reference", kw_only=True)
 
     @property
     def taps(self) -> tuple[Tap, ...]:
@@ -119,18 +124,21 @@ class BlockDrafter:
     ) -> tuple[Float[Array, "B N block H"], list[Any]]:
         """Final-normed hidden states of N blocks a sequence over their sequence's context, and what each layer returns
         beside its own."""
+        attends = [
+            functools.partial(_over_dense, keys, values, anchors, keep, masks)
+            for (keys, values), masks in zip(context, self.config.layer_masks, strict=True)
+        ]
+        return self._layers(params, inputs, anchors, attends)
+
+    def _layers(
+        self, params: ly.Params, inputs: Float[Array, "B N block H"], anchors: Int[Array, "B N"], attends: Sequence[Any]
+    ) -> tuple[Float[Array, "B N block H"], list[Any]]:
         model = self.config.model
         positions = anchors[:, :, None] + jnp.arange(self.config.block_size)
         cos, sin = rotary(model.rope, model.head_dim, positions)
         graph, _ = self.layer_module()
         x, notes = inputs, []
-        for layer, (keys, values), (window, causal, inner) in zip(
-            params["layers"], context, self.config.layer_masks, strict=True
-        ):
-
-            def attend(q: Array, k: Array, v: Array, keys=keys, values=values, masks=(window, causal, inner)) -> Any:
-                return anchor_attention(q, keys, values, k, v, anchors, keep, *masks), None
-
+        for layer, attend in zip(params["layers"], attends, strict=True):
             x, note = ly.bind(graph, layer)(x, cos, sin, attend)
             notes.append(note)
         return norm(model, params["norm"], x), notes
@@ -147,11 +155,18 @@ class BlockDrafter:
     ) -> Float[Array, "R block H"]:
         """Hidden states of one block a request; context rows t < s come from the pools."""
         dtype = params["norm"]["weight"].dtype
+        inputs = self.block_inputs(shared, self.block_ids(slots.anchors[:, None]), dtype)
+        anchors = slots.positions[:, None]
+        if self.attention != "reference":
+            rows = _block_rows(slots, self.config.block_size)
+            attends = [
+                functools.partial(_over_pages, pool, rows, masks, self.attention)
+                for pool, masks in zip(state, self.config.layer_masks, strict=True)
+            ]
+            return self._layers(params, inputs, anchors, attends)[0][:, 0]
         context = [gather(pool, slots.page_table, slots.positions) for pool in state]
         context = [(keys.astype(dtype), values.astype(dtype)) for keys, values in context]
-        inputs = self.block_inputs(shared, self.block_ids(slots.anchors[:, None]), dtype)
-        hidden, _ = self.block_forward(params, inputs, context, slots.positions[:, None], slots.live[:, None])
-        return hidden[:, 0]
+        return self.block_forward(params, inputs, context, anchors, slots.live[:, None])[0][:, 0]
 
     def block_inputs(self, shared: Shared, ids: Int[Array, "*rows"], dtype: Any) -> Float[Array, "*rows H"]:
         """Raw embedding rows times input_embedding_scale."""
@@ -213,6 +228,32 @@ class BlockDrafter:
             kind = "full_attention" if window is None else "sliding_attention"
             trace[f"mask_{kind}"] = jnp.concatenate([far, near], axis=-1)[:, None]
         return trace
+
+
+def _over_dense(
+    keys: Array, values: Array, anchors: Array, keep: Array, masks: tuple[int, bool, int], q: Array, k: Array, v: Array
+) -> tuple[Array, None]:
+    return anchor_attention(q, keys, values, k, v, anchors, keep, *masks), None
+
+
+def _over_pages(
+    pool: KVPool, rows: VerifyRows, masks: tuple[int, bool, int], name: str, q: Array, k: Array, v: Array
+) -> tuple[Array, None]:
+    """The same by a kernel that reads the context's pages in place."""
+    window, causal, inner = masks
+    mask = "causal" if causal else "full"
+    q_rows, k_rows, v_rows = (x.reshape(-1, *x.shape[-2:]) for x in (q, k, v))
+    out = verify_attention(q_rows, k_rows, v_rows, pool, rows, mask, window, inner, implementation=name)
+    return out.reshape(q.shape), None
+
+
+def _block_rows(slots: Slots, block: int) -> VerifyRows:
+    """One block a live request, behind its committed slots."""
+    index = jnp.arange(slots.positions.shape[0], dtype=jnp.int32)
+    lengths = jnp.where(slots.live, block, 0)
+    return VerifyRows(
+        index * block, lengths, slots.positions, jnp.repeat(index, block), slots.page_table, max_rows=block
+    )
 
 
 def norm(model: ModelConfig, params: ly.Params, x: Float[Array, "*rows H"]) -> Float[Array, "*rows H"]:

@@ -170,9 +170,16 @@ class DSpark(BlockDrafter):
         sampled = jnp.any(~sampling.greedy)
 
         def draw(slot: int, logits: Array) -> Array:
-            # All-greedy rounds never read q, so the softmax over the vocabulary is skipped.
-            probs.append(jax.lax.cond(anywhere(sampled), sampling.draft_probs, jnp.zeros_like, logits))
-            return jnp.where(sampling.greedy, jnp.argmax(logits, axis=-1), inverse_cdf(probs[-1], u[:, slot]))
+            # All-greedy rounds never read q: neither the softmax over the vocabulary nor its cumulative sum is run.
+            best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+            def drawn(logits: Array) -> tuple[Array, Array]:
+                q = sampling.draft_probs(logits)
+                return q, jnp.where(sampling.greedy, best, inverse_cdf(q, u[:, slot]))
+
+            q, token = jax.lax.cond(anywhere(sampled), drawn, lambda logits: (jnp.zeros_like(logits), best), logits)
+            probs.append(q)
+            return token
 
         walk = self.walk(params, shared, hidden, slots.anchors, draw)
         q, trace = Dense(jnp.stack(probs, axis=1)), {"draft_hidden": hidden}

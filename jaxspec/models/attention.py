@@ -85,7 +85,7 @@ class PagedCausal:
         )
         mask = "tree" if layout.tree else "causal"
         out = verify_attention(q, k, v, cache, rows, mask, window, implementation=self.implementation)
-        return jnp.where(layout.valid[:, None, None], out, 0)
+        return jnp.where(layout.valid[:, None, None], out, 0) if layout.tree else out  # of a chain padding has no owner
 
     def _tree(self, cache: Array, rows: Array, exists: Array) -> tuple[Array, Array, Array, Array]:
         """K, V, mask and distance [R, Q, L] of tree rows. A slot of the tree holds a node at its own position; the
@@ -112,12 +112,13 @@ class PagedParts:
     whose segments are so much longer that one grid for both would be nearly empty. No request is in two groups."""
 
     layouts: tuple[RaggedLayout, ...]
+    implementation: str = "reference"
 
     def __call__(self, q: Array, k: Array, v: Array, cache: Array, window: Window) -> tuple[Array, Array]:
         outs, start = [], 0
         for layout in self.layouts:
             part = slice(start, start + layout.positions.shape[0])
-            out, cache = PagedCausal(layout)(q[part], k[part], v[part], cache, window)
+            out, cache = PagedCausal(layout, self.implementation)(q[part], k[part], v[part], cache, window)
             outs.append(out)
             start = part.stop
         return jnp.concatenate(outs), cache

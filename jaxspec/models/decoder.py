@@ -15,6 +15,7 @@ from jaxspec.errors import ConfigError
 from jaxspec.models import layers as ly
 from jaxspec.models.attention import Attention, DenseCausal
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.packed import PackedAttention, PackedMLP, is_packed
 from jaxspec.models.rope import rotary, rotate
 from jaxspec.parallel.rules import whole
 
@@ -45,6 +46,11 @@ class SelfAttention(nnx.Module):
         values = self.v_proj(x)
         return self._heads(self.k_proj(x), self.k_norm, cos, sin), values.reshape(*values.shape[:-1], -1, self.head_dim)
 
+    def project(self, x: Array, cos: Array, sin: Array) -> tuple[Array, Array, Array]:
+        """Rotated queries and keys, plain values."""
+        keys, values = self.keys_values(x, cos, sin)
+        return self.queries(x, cos, sin), keys, values
+
     def output(self, mixed: Array) -> Array:
         """[*rows, heads, D] -> [*rows, H]."""
         return self.o_proj(mixed.reshape(*mixed.shape[:-2], -1))
@@ -55,20 +61,20 @@ class SelfAttention(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and SwiGLU, each behind a pre-norm and a residual."""
+    """Attention and SwiGLU, each behind a pre-norm and a residual; `packed` is the serving form of the weights."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, packed: bool = False):
         self.input_layernorm = ly.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = SelfAttention(config)
+        self.self_attn = PackedAttention(config) if packed else SelfAttention(config)
         self.post_attention_layernorm = ly.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = ly.MLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
+        self.mlp = (
+            PackedMLP(config) if packed else ly.MLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
+        )
 
     def __call__(
         self, x: Array, cos: Array, sin: Array, attend: Callable[[Array, Array, Array], tuple[Array, Any]]
     ) -> tuple[Array, Any]:
-        normed = self.input_layernorm(x)
-        keys, values = self.self_attn.keys_values(normed, cos, sin)
-        mixed, cache = attend(self.self_attn.queries(normed, cos, sin), keys, values)
+        mixed, cache = attend(*self.self_attn.project(self.input_layernorm(x), cos, sin))
         x = x + self.self_attn.output(mixed)
         return x + self.mlp(self.post_attention_layernorm(x)), cache
 
@@ -142,7 +148,7 @@ class Decoder:
         config, body = self.config, params["model"]
         x = ly.embed(body["embed_tokens"]["weight"], tokens)
         cos, sin = rotary(config.rope, config.head_dim, positions)
-        graph, _ = ly.abstract_module(DecoderLayer, config)
+        graph, _ = ly.abstract_module(DecoderLayer, config, is_packed(body["layers"]))
 
         def layer(carry: Any, weights: ly.Params, index: Any, window: Any, cache: Any) -> tuple[Any, Any]:
             hidden, captured = carry

@@ -37,9 +37,7 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
-        wide = x.astype(jnp.float32)
-        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return normed.astype(x.dtype) * self.weight[...].astype(x.dtype)
+        return rms_norm(x, self.weight[...], self.eps)
 
 
 class Embedding(nnx.Module):
@@ -59,6 +57,13 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows hidden"]) -> Float[Array, "*rows hidden"]:
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def rms_norm(x: Float[Array, "*rows size"], weight: Float[Array, "*w size"], eps: float) -> Float[Array, "*rows size"]:
+    """x over its root mean square, in float32; the weight, broadcast, in x's dtype."""
+    wide = x.astype(jnp.float32)
+    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return normed.astype(x.dtype) * weight.astype(x.dtype)
 
 
 def project(x: Float[Array, "*rows inputs"], weight: Float[Array, "outputs inputs"]) -> Float[Array, "*rows outputs"]:

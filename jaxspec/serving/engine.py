@@ -17,18 +17,20 @@ from typing import Any
 import jax
 
 from jaxspec.decoding.compilations import CompilationCounter
-from jaxspec.decoding.fit import check_draft, check_options, check_proposals, check_sizes
+from jaxspec.decoding.fast import Fast, with_attention
+from jaxspec.decoding.fit import check_draft, check_options, check_proposals, check_sizes, shared_tables
 from jaxspec.decoding.plan import Schedule
-from jaxspec.decoding.ragged import EngineState, Masks, RaggedProgram, RoundInput
+from jaxspec.decoding.ragged import EngineState, Masks, RaggedProgram
 from jaxspec.decoding.request import SamplingParams
 from jaxspec.decoding.round import Weights
-from jaxspec.decoding.runner import DraftLike, Event, TargetLike, TokenLogprob, shared_tables
+from jaxspec.decoding.runner import DraftLike, Event, TargetLike, TokenLogprob
 from jaxspec.drafters.none import NoDrafter
 from jaxspec.errors import ConfigError, RequestError, problem
-from jaxspec.serving.buckets import round_up, slot_grid
+from jaxspec.models.packed import pack
+from jaxspec.serving.buckets import bucket_for, slot_grid
 from jaxspec.serving.cost import CostTable
 from jaxspec.serving.drafting import Drafted, Drafting
-from jaxspec.serving.executables import Executables, round_shapes
+from jaxspec.serving.executables import Executables, every_shape
 from jaxspec.serving.grammar import Grammar, GrammarCompiler, check_grammars
 from jaxspec.serving.pages import PageAllocator, PageLease, check_pages, rows_in_flight
 from jaxspec.serving.prefix import PrefixCache
@@ -44,7 +46,7 @@ from jaxspec.serving.requests import (
     read_logprobs,
     token_logprobs,
 )
-from jaxspec.serving.round_inputs import RoundInputs
+from jaxspec.serving.round_inputs import Home, Resident, RoundInputs
 from jaxspec.serving.terms import Terms
 from jaxspec.serving.text import Codec
 
@@ -89,6 +91,9 @@ class Engine:
         codec: Codec | None = None,
         grammars: GrammarCompiler | None = None,
         cache_fill: float = 0.0,
+        attention: str = "auto",
+        pack_weights: bool | None = None,
+        bare_rounds: bool | None = None,
     ):
         sizes = {"num_slots": num_slots, "max_context": max_context, "prefill_chunk": prefill_chunk}
         check_sizes({**sizes, "prefill_pieces": prefill_pieces, "page_size": page_size})
@@ -104,41 +109,37 @@ class Engine:
             raise ConfigError(problem("engine.cost_table", "a table", "null: a tree is verified whole"))
         max_context = min(max_context, decoder.config.max_position)
         shared = shared_tables(target, draft)
+        home, fast = self._place(shared.embedding, attention, pack_weights, bare_rounds)
+        self._bare = fast.bare
         proposals = drafter.num_proposals if num_proposals is None else num_proposals
         scheduled = cost_table is not None and proposals > 0
         limits = Schedule(proposals, min_verify_rows, max_verify_rows or 0) if scheduled else None
         self.program = RaggedProgram(
-            decoder,
-            drafter,
-            max_context,
-            num_slots,
-            page_size,
-            acceptance=acceptance,
-            confidence_threshold=confidence_threshold,
-            num_proposals=num_proposals,
-            schedule=limits,
-            rules=rules,
-            max_logprobs=max_logprobs,
-        )
+            decoder, with_attention(drafter, fast.attention), max_context, num_slots, page_size,
+            acceptance=acceptance, confidence_threshold=confidence_threshold, num_proposals=num_proposals,
+            schedule=limits, rules=rules, max_logprobs=max_logprobs, attention=fast.attention,
+        )  # fmt: skip
         if grammars is not None:
             check_grammars(rules, drafter)
         whole = 1 + num_slots * self.program.pages_per_slot
         num_pages = whole if num_pages is None else num_pages
         least = 1 + self.program.pages_per_slot if getattr(drafter, "context_in_pages", True) else whole
         check_pages(num_pages, least, max_context)
-        self.weights = Weights(target.params, draft.params if draft is not None else {}, shared)
+        params = pack(target.params, decoder.config) if fast.packed else target.params
+        self.weights = Weights(params, draft.params if draft is not None else {}, shared)
         self._allocator = PageAllocator(num_pages, page_size)
         self._cache = PrefixCache(self._allocator, lookahead=getattr(drafter, "context_lookahead", 0))
         self._share = prefix_cache and getattr(drafter, "context_in_pages", True)
         self._slot_buckets = slot_grid(num_slots, slot_buckets)
         written = max(proposals, drafter.tree_nodes) + 1
-        self._place(shared.embedding)
-        self._inputs = RoundInputs(self.program, prefill_chunk, prefill_pieces, proposals + 1, written, self._put)
+        self._inputs = RoundInputs(self.program, prefill_chunk, prefill_pieces, proposals + 1, written, home)
         self._drafting = Drafting(
             num_slots, proposals, table=cost_table, schedule=limits, shares=row_shares, align=align,
             pause=pause_drafting, clock=clock, read=self._host,
         )  # fmt: skip
-        self._executables = Executables(self.program, self.shapes(), self._inputs, grammars is not None)
+        row_grid = self._drafting.row_grid if proposals else lambda slots: ()
+        shapes = every_shape(self._slot_buckets, prefill_chunk, row_grid, fast.bare)
+        self._executables = Executables(self.program, shapes, self._inputs, grammars is not None)
         self._clock = clock
         self._terms = Terms(self.program, frozenset(eos), codec, grammars)
         self._lag = 1 if overlap else 0
@@ -151,27 +152,20 @@ class Engine:
         self.preemptions = self.rounds = self.drafted_rounds = self.rows = self.prefix_hits = self.prefix_rows = 0
         self._start(lambda: self.program.init_engine_state(num_pages, shared.embedding.dtype, cache_fill))
 
-    def _place(self, embedding: Any) -> None:
+    def _place(self, embedding: Any, *asked: Any) -> tuple[Home, Fast]:
         """Decides where rounds run: where the target is."""
         self._device = next(iter(embedding.devices()))
-
-    def _put(self, inputs: Any) -> Any:
-        return jax.device_put(inputs, self._device)
+        return Resident(self._device), Fast.on(self._device, *asked)
 
     def _start(self, state: Callable[[], EngineState]) -> None:
-        """Makes the device's half of the engine."""
         with jax.default_device(self._device):
             self._state = jax.jit(state)()
 
     # -- start-up -----------------------------------------------------------------------------------------------------
 
-    def shapes(self) -> list[Shape]:
-        """Every executable that a round may take."""
-        return round_shapes(self._slot_buckets, self._inputs.chunk, self._drafting.row_grid, self.num_proposals > 0)
-
     @property
     def num_executables(self) -> int:
-        """Programs that `warm_up` compiles: one a shape, three where grammars may be asked for."""
+        """Programs that `warm_up` compiles: one a shape, three where a grammar may be asked for in it."""
         return self._executables.count
 
     def warm_up(self, progress: Callable[[str, float], None] | None = None) -> list[tuple[str, float]]:
@@ -184,19 +178,20 @@ class Engine:
         self._drafting.confident = self._executables.confident
         for shape in self._executables.shapes:  # whatever is set up lazily is set up here, not under a user
             inputs = self._inputs.round(shape, observed=self._drafting.observed(shape.slots))
-            self._host(self._run(shape, inputs).counts)
-            if self._terms.grammars is not None:
+            for _ in range(2):  # a CUDA graph is made by the second run
+                self._host(self._run(shape, inputs).counts)
+            if self._terms.grammars is not None and not shape.bare:
                 self._run_masked(shape, inputs, Chosen([], []))
         jax.block_until_ready(self._state)
         self._compilations.reset()
         self.reads = 0
         return times
 
-    def _run(self, shape: Shape, inputs: RoundInput) -> Any:
+    def _run(self, shape: Shape, inputs: Any) -> Any:
         self._state, output = self._executables.whole(shape)(self.weights, self._state, inputs)
         return output
 
-    def _run_masked(self, shape: Shape, inputs: RoundInput, chosen: Chosen) -> Any:
+    def _run_masked(self, shape: Shape, inputs: Any, chosen: Chosen) -> Any:
         """The round in two halves; the masks are built while the target runs."""
         self._state, pending = self._executables.first_half(shape)(self.weights, self._state, inputs)
         masks = self._masks_of(shape, chosen, pending.proposal.tokens)
@@ -335,11 +330,12 @@ class Engine:
         chosen = self._choose()
         if not chosen.requests:
             return False
-        slots = self._slots_for(chosen.slots)
+        slots = bucket_for(chosen.slots, self._slot_buckets)
         prefill = self._inputs.chunk if chosen.pieces else 0
         drafted = self._drafting.decide(chosen.decoding, slots, prefill)
-        shape = Shape(slots, drafted.rows if drafted.drafters else slots, bool(drafted.drafters), prefill)
-        inputs = self._inputs_of(shape, chosen, drafted)
+        bare = self._bare and chosen.bare
+        shape = Shape(slots, drafted.rows if drafted.drafters else slots, bool(drafted.drafters), prefill, bare)
+        inputs = self._inputs.of(shape, chosen, drafted, self._drafting.observed(slots))
         began = self._clock()
         if chosen.constrained:
             output = self._run_masked(shape, inputs, chosen)
@@ -354,15 +350,6 @@ class Engine:
         decoding = self._reserve_decoding()
         # Pages that were just taken from a request are not given back to it in the same breath.
         return Chosen(decoding, list(self._prefill_pieces()) if self.preemptions == before else [])
-
-    def _slots_for(self, slots: int) -> int:
-        found = round_up(slots, self._slot_buckets)
-        assert found is not None
-        return found
-
-    def _inputs_of(self, shape: Shape, chosen: Chosen, drafted: Drafted) -> RoundInput:
-        observed = self._drafting.observed(shape.slots)
-        return self._inputs.round(shape, chosen.decoding, drafted.drafters, chosen.pieces, drafted.budget, observed)
 
     def _launched(self, shape: Shape, chosen: Chosen, drafted: Drafted, output: Any, began: float) -> None:
         """Books a round that was dispatched."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 
+from jaxspec.decoding.parcel import Parcel
 from jaxspec.decoding.ragged import EngineState, RaggedProgram
 from jaxspec.decoding.round import Weights
 from jaxspec.errors import InvariantError, problem
@@ -18,19 +20,25 @@ from jaxspec.serving.round_inputs import RoundInputs
 
 def lower(step: Callable[..., Any], static: dict[str, Any], *arguments: Any) -> Any:
     """A step (weights, state, …) -> (state, …), which takes the state's memory, for the devices of its arguments."""
-    return jax.jit(step, static_argnames=tuple(static), donate_argnums=1).lower(*arguments, **static)
+
+    def opened(*arguments: Any, **static: Any) -> Any:
+        return step(*(x.open() if isinstance(x, Parcel) else x for x in arguments), **static)
+
+    return jax.jit(opened, static_argnames=tuple(static), donate_argnums=1).lower(*arguments, **static)
 
 
-def round_shapes(
-    slot_buckets: Sequence[int], chunk: int, row_grid: Callable[[int], Sequence[int]], drafting: bool
+def every_shape(
+    slot_buckets: Iterable[int], chunk: int, row_grid: Callable[[int], Iterable[int]], bare: bool
 ) -> list[Shape]:
-    """Every shape of a round: plain and drafting, with a chunk of prompts and without."""
+    """What a round may take: `row_grid` of R slots are the row buckets when drafting, `chunk` a round's prefill
+    rows."""
     found = set()
     for slots in slot_buckets:
         for prefill in (0, chunk):
             found.add(Shape(slots, slots, False, prefill))
-            if drafting:
-                found |= {Shape(slots, rows, True, prefill) for rows in row_grid(slots)}
+            found |= {Shape(slots, rows, True, prefill) for rows in row_grid(slots)}
+    if bare:
+        found |= {dataclasses.replace(shape, bare=True) for shape in found}
     return sorted(found)
 
 
@@ -53,7 +61,7 @@ class Executables:
     @property
     def count(self) -> int:
         """Programs that `compile` makes."""
-        return len(self.shapes) * (3 if self._halves else 1)
+        return sum(3 if self._halves and not shape.bare else 1 for shape in self.shapes)
 
     @property
     def ready(self) -> bool:
@@ -116,7 +124,7 @@ class Executables:
         lowered = self._lower_step(self._program.ragged_round, static, weights, state, inputs)
         self.confident |= lowered.out_info[1].confidence is not None
         yield str(shape), lowered
-        if self._halves:
+        if self._halves and not shape.bare:
             begin = self._lower_step(self._program.begin, static, weights, state, inputs)
             yield f"{shape}, first half", begin
             masks = self._inputs.masks(shape)

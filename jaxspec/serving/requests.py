@@ -12,6 +12,7 @@ import jax
 from jaxspec.decoding.ragged import Rules
 from jaxspec.decoding.request import SamplingParams
 from jaxspec.decoding.runner import TokenLogprob
+from jaxspec.decoding.sampling import GREEDY_BELOW
 from jaxspec.serving.adaptive import RequestSwitch
 from jaxspec.serving.ending import AnswerEnd
 from jaxspec.serving.grammar import Constraint
@@ -20,16 +21,19 @@ from jaxspec.serving.pages import PageLease
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Shape:
-    """What an executable is made for: R slots, rows for anchors and proposals, whether it drafts, C prefill rows."""
+    """What an executable is made for: R slots, rows for anchors and proposals, whether it drafts, C prefill rows. In a
+    `bare` round nobody asks for more than a temperature and min-p, so that it has no branch that a sort is in."""
 
     slots: int
     rows: int
     drafting: bool
     prefill: int
+    bare: bool = False
 
     def __str__(self) -> str:
         draft = "draft" if self.drafting else "plain"
-        return f"R={self.slots} M={self.rows + self.prefill} ({draft}, {self.prefill} prefill rows)"
+        bare = ", bare" if self.bare else ""
+        return f"R={self.slots} M={self.rows + self.prefill} ({draft}, {self.prefill} prefill rows{bare})"
 
 
 class Phase(enum.Enum):
@@ -73,6 +77,13 @@ class Request:
         """What prefill has to run: the prompt, and of an answer that was preempted all but its anchor. Going on from
         that anchor, its rounds are those that it would have had."""
         return self.prompt + self.emitted[:-1]
+
+    @property
+    def bare(self) -> bool:
+        """Whether a `bare` round can serve it."""
+        params = self.params
+        narrowed = params.temperature >= GREEDY_BELOW and (params.top_k > 0 or params.top_p < 1)
+        return not narrowed and params.logprobs is None and self.rules is None and self.constraint is None
 
     @property
     def pinned(self) -> bool:
@@ -126,6 +137,11 @@ class Chosen:
     def constrained(self) -> bool:
         """Whether a grammar's masks are needed."""
         return any(request.constraint is not None for request in self.requests)
+
+    @property
+    def bare(self) -> bool:
+        """Whether a `bare` round can serve them."""
+        return all(request.bare for request in self.requests)
 
 
 @dataclasses.dataclass(frozen=True)

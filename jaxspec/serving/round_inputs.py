@@ -3,20 +3,65 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+import functools
+from collections.abc import Sequence
+from typing import Any, Protocol
 
+import jax
 import numpy as np
+from jaxtyping import Array, UInt32
 
+from jaxspec.decoding.parcel import Parcel
 from jaxspec.decoding.processors import LogitRules, mask_words, rule_rows
 from jaxspec.decoding.ragged import Masks, PrefillRows, RaggedProgram, RoundInput, Rules
 from jaxspec.decoding.sampling import SlotSampling
-from jaxspec.serving.requests import Piece, Request, Shape
+from jaxspec.serving.drafting import Drafted
+from jaxspec.serving.requests import Chosen, Piece, Request, Shape
+
+
+class Home(Protocol):
+    """Where a round's inputs go."""
+
+    def inputs(self, shape: Shape, tree: RoundInput) -> Any:
+        """What an executable of the shape takes."""
+        ...
+
+    def put(self, tree: Any) -> Any:
+        """The same of a tree that is sent now and then."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Resident:
+    """One device, where a shape's parcels all lie at one address: a CUDA graph holds addresses, and is written anew,
+    node by node, for each that moved."""
+
+    device: Any
+    _there: dict[Shape, tuple[np.ndarray, Parcel]] = dataclasses.field(default_factory=dict)
+
+    def inputs(self, shape: Shape, tree: RoundInput) -> Parcel:
+        """The parcel on the device; nothing is sent where it is there already."""
+        parcel = Parcel.pack(tree)
+        words = np.asarray(parcel.words)
+        known, there = self._there.get(shape, (None, None))
+        if there is not None and known is not None and np.array_equal(known, words):
+            return there
+        sent = jax.device_put(words, self.device)
+        place = sent if there is None else there.words
+        if there is None:  # compiles the copy at start-up
+            sent = jax.device_put(words, self.device)
+        moved = dataclasses.replace(parcel, words=_overwrite(place, sent))
+        self._there[shape] = words, moved
+        return moved
+
+    def put(self, tree: Any) -> Any:
+        """On the device."""
+        return jax.device_put(tree, self.device)
 
 
 @dataclasses.dataclass(frozen=True)
 class RoundInputs:
-    """Builds them for one program; `put` brings them to its devices. `chunk` rows hold up to `pieces` prompts; a round
+    """Builds them for one program and `home`. `chunk` rows hold up to `pieces` prompts; a round
     may write `written` rows for a request, of which `rows_each` (m + 1) can become history."""
 
     program: RaggedProgram
@@ -24,11 +69,15 @@ class RoundInputs:
     pieces: int
     rows_each: int
     written: int
-    put: Callable[[Any], Any]
+    home: Home
 
     @property
     def _vocab(self) -> int:
         return self.program.decoder.config.vocab_size
+
+    def of(self, shape: Shape, chosen: Chosen, drafted: Drafted, observed: np.ndarray | None) -> Any:
+        """`round` of who was chosen, and what of theirs is drafted."""
+        return self.round(shape, chosen.decoding, drafted.drafters, chosen.pieces, drafted.budget, observed)
 
     def round(
         self,
@@ -38,12 +87,13 @@ class RoundInputs:
         pieces: Sequence[Piece] = (),
         budget: int = 0,
         observed: np.ndarray | None = None,
-    ) -> RoundInput:
-        """Who decodes, who of them drafts, and whose prompts run; `observed` [R, m] as in `RoundInput.confidence`."""
+    ) -> Any:
+        """`RoundInput` of who decodes, who of them drafts, and whose prompts run, at home; `observed` [R, m] as
+        in `RoundInput.confidence`. What was there before it, of the same shape, is no more."""
         slots = shape.slots
         zeros = lambda dtype=np.int32: np.zeros(slots, dtype)  # noqa: E731
         alive, pinned, logprobs = zeros(bool), zeros(bool), zeros(bool)
-        rules = _no_rules(slots) if self.program.rules else None
+        rules = _no_rules(slots) if self.program.rules and not shape.bare else None
         limits, proposals, samples, top_k = zeros(), zeros(), zeros(), zeros()
         temperature, min_p, top_p = zeros(np.float32), zeros(np.float32), np.ones(slots, np.float32)
         seeds = np.zeros((slots, 2), np.uint32)
@@ -67,12 +117,13 @@ class RoundInputs:
             alive[request.slot] = True
         for request in drafters:
             proposals[request.slot] = self.rows_each - 1
+        narrowed: Any = (None, None) if shape.bare else (top_k, top_p)
         inputs = RoundInput(
             alive, table, limits, proposals, pinned, np.int32(budget), seeds, samples,
-            SlotSampling(temperature, top_k, top_p, min_p), logprobs, observed, rules,
+            SlotSampling(temperature, narrowed[0], narrowed[1], min_p), None if shape.bare else logprobs, observed, rules,
             self._prefill_rows(pieces) if shape.prefill else None,
         )  # fmt: skip
-        return self.put(inputs)
+        return self.home.inputs(shape, inputs)
 
     def _prefill_rows(self, pieces: Sequence[Piece]) -> PrefillRows:
         tokens, following = np.zeros(self.chunk, np.int32), np.zeros(self.chunk, np.int32)
@@ -107,7 +158,12 @@ class RoundInputs:
         for piece in pieces:
             if piece.final and piece.request.constraint is not None:
                 first[piece.index] = piece.request.constraint.masks([])[0, :words]
-        return self.put(Masks(rows, first))
+        return self.home.put(Masks(rows, first))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _overwrite(old: UInt32[Array, "n"], new: UInt32[Array, "n"]) -> UInt32[Array, "n"]:
+    return old.at[:].set(new)
 
 
 def _no_rules(slots: int) -> Rules:

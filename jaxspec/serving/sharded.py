@@ -16,6 +16,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxspec.decoding.compilations import CompilationCounter
+from jaxspec.decoding.fast import Fast
 from jaxspec.decoding.ragged import EngineState, RoundInput
 from jaxspec.decoding.request import SamplingParams
 from jaxspec.decoding.round import Weights
@@ -24,13 +25,13 @@ from jaxspec.drafters.base import Shared
 from jaxspec.errors import ConfigError, RequestError, problem
 from jaxspec.parallel.mesh import Placement, check_copies, shard
 from jaxspec.parallel.rules import ServingRules
-from jaxspec.serving.buckets import shared_rows
+from jaxspec.serving.buckets import bucket_for, shared_rows
 from jaxspec.serving.drafting import Drafting
 from jaxspec.serving.engine import Engine
 from jaxspec.serving.executables import Executables
 from jaxspec.serving.grammar import Grammar
 from jaxspec.serving.requests import Chosen, Metrics, Shape
-from jaxspec.serving.round_inputs import RoundInputs
+from jaxspec.serving.round_inputs import Home, RoundInputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,11 +46,21 @@ class Part:
         self.array.copy_to_host_async()
 
 
+@dataclasses.dataclass(frozen=True)
+class Gathered:
+    """A `Home` that makes of one shard's inputs what is to be made of them."""
+
+    put: Callable[[Any], Any]
+
+    def inputs(self, shape: Shape, tree: RoundInput) -> Any:
+        """As `put`."""
+        return self.put(tree)
+
+
 class Shard(Engine):
     """The host's half of an engine, for one data shard: nothing here touches a device but the reading of results."""
 
-    choose, slots_for, inputs_of = Engine._choose, Engine._slots_for, Engine._inputs_of
-    masks_of, launched, collect = Engine._masks_of, Engine._launched, Engine._collect
+    choose, masks_of, launched, collect = Engine._choose, Engine._masks_of, Engine._launched, Engine._collect
     fresh_state: Callable[[], EngineState]
 
     @property
@@ -63,15 +74,34 @@ class Shard(Engine):
         return self._inputs
 
     @property
+    def shapes(self) -> list[Shape]:
+        """Of a round."""
+        return self._executables.shapes
+
+    @property
+    def slot_buckets(self) -> tuple[int, ...]:
+        """Numbers of slots that are compiled for."""
+        return self._slot_buckets
+
+    @property
+    def bare(self) -> bool:
+        """Whether there are bare rounds."""
+        return self._bare
+
+    @property
     def pool_shape(self) -> tuple[int, int]:
         """Pages, the trash page among them, and rows of each."""
         return self._allocator.capacity + 1, self._allocator.page_size
 
-    def _place(self, embedding: Any) -> None:
-        """Nowhere: inputs stay on the host until those of all shards are there."""
-
-    def _put(self, inputs: Any) -> Any:
-        return inputs
+    def _place(self, embedding: Any, *asked: Any) -> tuple[Home, Fast]:
+        """Nowhere: inputs stay on the host until those of all shards are there. The kernels and packed projections are
+        of one device."""
+        attention, packed, bare = asked
+        if attention not in ("auto", "reference"):
+            raise ConfigError(problem("engine.attention", f"found {attention}", "auto or reference on a mesh"))
+        if packed:
+            raise ConfigError(problem("engine.pack_weights", "found true", "false or null on a mesh"))
+        return Gathered(lambda tree: tree), Fast(bare=bool(bare))
 
     def _start(self, state: Callable[[], EngineState]) -> None:
         self.fresh_state = state
@@ -124,9 +154,9 @@ class ShardedEngine:
         self._state_shardings = jax.tree.map(lambda spec: placement.sharding(spec, by_data=True), specs)
         self.state = placement.make(first.fresh_state, specs)
         every = lambda tree: placement.inputs([tree] * data)  # noqa: E731
-        self._empty = dataclasses.replace(first.inputs, put=every)
+        self._empty = dataclasses.replace(first.inputs, home=Gathered(every))
         self._halves = options.get("grammars") is not None if halves is None else halves
-        self.executables = Executables(self.program, first.shapes(), self._empty, self._halves, self._lower)
+        self.executables = Executables(self.program, first.shapes, self._empty, self._halves, self._lower)
         self._owners: dict[int, tuple[int, int]] = {}  # handle -> shard, its handle there
         self._compilations = CompilationCounter()
 
@@ -172,7 +202,7 @@ class ShardedEngine:
         for shape in self.executables.shapes:
             inputs = self._empty.round(shape, observed=self._first.drafting.observed(shape.slots))
             self._run(shape, inputs)
-            if self._halves:
+            if self._halves and not shape.bare:
                 self._run_masked(shape, inputs, nobody)
         jax.block_until_ready(self.state)
         self._compilations.reset()
@@ -282,12 +312,13 @@ class ShardedEngine:
         took_part = [bool(one.requests) for one in chosen]
         if not any(took_part):
             return took_part
-        slots = self._first.slots_for(max(one.slots for one in chosen))
+        slots = bucket_for(max(one.slots for one in chosen), self._first.slot_buckets)
         prefill = self._first.inputs.chunk if any(one.pieces for one in chosen) else 0
         drafted = [
             part.drafting.decide(one.decoding, slots, prefill) for part, one in zip(self._shards, chosen, strict=True)
         ]
-        shape = Shape(slots, slots, False, prefill)
+        bare = self._first.bare and all(one.bare for one in chosen)
+        shape = Shape(slots, slots, False, prefill, bare)
         if any(one.drafters for one in drafted):
             # an idle shard needs no row, one that does not draft a row for each anchor
             needed = [
@@ -295,12 +326,15 @@ class ShardedEngine:
             ]
             rows = shared_rows(needed, self._first.drafting.row_grid(slots))
             assert rows is not None
-            shape = Shape(slots, rows, True, prefill)
+            shape = Shape(slots, rows, True, prefill, bare)
             drafted = [
                 part.drafting.filled(one, mine.decoding, rows)
                 for part, one, mine in zip(self._shards, drafted, chosen, strict=True)
             ]
-        host = [part.inputs_of(shape, mine, one) for part, mine, one in zip(self._shards, chosen, drafted, strict=True)]
+        host = [
+            part.inputs.of(shape, mine, one, part.drafting.observed(slots))
+            for part, mine, one in zip(self._shards, chosen, drafted, strict=True)
+        ]
         began = self._clock()
         inputs = self.placement.inputs(host)
         masked = any(one.constrained for one in chosen)

@@ -115,8 +115,8 @@ def main(method: str, budget: str, *meshes: str) -> None:
         )  # fmt: skip
         found = answers(engine, asked, method == "grammar")
         layer = engine.weights.target["model"]["layers"][0]["self_attn"]
-        pool = jax.tree.leaves(engine.state.target)[0]
         gained = accepted(engine)
+        pool = jax.tree.leaves(engine.state.target)[0]
         engine.drop_prefixes()
         print(json.dumps({
             "mesh": mesh, "same": [one == other for one, other in zip(found, alone, strict=True)],
