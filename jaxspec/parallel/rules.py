@@ -117,13 +117,23 @@ def heads_apart(x: jax.Array, heads: int) -> jax.Array:
 def rows_apart(x: jax.Array) -> jax.Array:
     """[R, …]: every row whole on one device, the rows shared out over `tensor` where it divides R.
 
-    What sorts, sums or draws from a row of logits must see it whole, so that the result is the one of a single device
-    to the last bit.
+    What sorts, sums or draws from a row of logits sees it whole and in the order of ids, so that ranks, ties and draws
+    are those of a single device.
     """
     shards = _tensor_shards()
     if shards == 1:
         return x
     return _constrained(x, TENSOR if x.shape[0] % shards == 0 else None)
+
+
+def top_k(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """`jax.lax.top_k`, lowest index first on ties. On a mesh by a sort: the compiler gathers a top-k's operand from all
+    devices, those of other data shards included."""
+    if TENSOR not in jax.sharding.get_abstract_mesh().axis_names:
+        return jax.lax.top_k(x, count)
+    index = jax.lax.broadcasted_iota("int32", x.shape, x.ndim - 1)
+    order = jax.lax.sort((-x, index), num_keys=2)
+    return -order[0][..., :count], order[1][..., :count]
 
 
 def anywhere(asked: jax.Array) -> jax.Array:

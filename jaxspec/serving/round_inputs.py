@@ -117,10 +117,10 @@ class RoundInputs:
             alive[request.slot] = True
         for request in drafters:
             proposals[request.slot] = self.rows_each - 1
-        narrowed: Any = (None, None) if shape.bare else (top_k, top_p)
+        sampling = SlotSampling(temperature, None if shape.bare else top_k, None if shape.bare else top_p, min_p)
         inputs = RoundInput(
             alive, table, limits, proposals, pinned, np.int32(budget), seeds, samples,
-            SlotSampling(temperature, narrowed[0], narrowed[1], min_p), None if shape.bare else logprobs, observed, rules,
+            sampling, None if shape.bare else logprobs, observed, rules,
             self._prefill_rows(pieces) if shape.prefill else None,
         )  # fmt: skip
         return self.home.inputs(shape, inputs)

@@ -8,7 +8,7 @@ _RULES, _MESH, _SHARDED = "jaxspec/parallel/rules.py", "jaxspec/parallel/mesh.py
 _INT8, _PLAN = "jaxspec/models/quantization.py", "jaxspec/serving/plan.py"
 _OF_RULES, _OF_INT8 = "tests/parallel/test_rules.py", "tests/models/test_quantization.py"
 _OF_PLAN, _OF_SHARDS = "tests/serving/test_plan.py", "tests/parallel/test_sharded.py"
-_DEVICES = (f"{_OF_SHARDS}::test_sampling_on_a_mesh_is_that_of_one_device_to_the_last_bit",)
+_DEVICES = (f"{_OF_SHARDS}::test_ids_sampled_on_a_mesh_are_those_of_one_device",)
 PARALLEL = [
     Mutant(
         "rules-kv-heads-always-split",

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -17,7 +18,7 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import flatten
 from jaxspec.models.quantization import is_quantised, quantise_weight
 from jaxspec.parallel.mesh import CHIPS, placement, tpu_devices
-from jaxspec.parallel.rules import ServingRules, anywhere, heads_apart, rows_apart, vocab_apart, whole
+from jaxspec.parallel.rules import ServingRules, anywhere, heads_apart, rows_apart, top_k, vocab_apart, whole
 from jaxspec.serving.cost import unmeasured
 from jaxspec.serving.drafting import Drafted, Drafting
 from jaxspec.serving.sharded import ShardedEngine, drafter_model
@@ -125,6 +126,15 @@ def test_without_a_mesh_nothing_happens():
     assert rows_apart(x) is x and vocab_apart(x) is x and whole(x) is x and heads_apart(x, 2) is x
     asked = jnp.array(True)
     assert anywhere(asked) is asked
+
+
+def test_a_sorted_top_k_is_the_compilers_own():
+    x = jnp.asarray(np.random.default_rng(0).integers(-3, 3, (5, 4, 40)), jnp.float32)  # ties everywhere
+    mesh = jax.sharding.AbstractMesh((1, 1), ("data", "tensor"))
+    with jax.sharding.use_abstract_mesh(mesh):
+        values, ids = jax.jit(lambda x: top_k(x, 7))(x)
+    known, where = jax.lax.top_k(x, 7)
+    assert (values == known).all() and (ids == where).all()
 
 
 def test_all_data_shards_take_a_branch_together():
