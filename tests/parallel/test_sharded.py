@@ -12,9 +12,9 @@ from tests.helpers.process import run_on_devices, run_python
 COVERS = ("jaxspec/parallel", "jaxspec/serving", "jaxspec/decoding", "jaxspec/models")
 
 
-def run(method: str, budget: str, *meshes: str, timeout: float = 280) -> list[dict[str, Any]]:
+def run(method: str, rounds: str, *meshes: str, timeout: float = 280) -> list[dict[str, Any]]:
     done = run_python(
-        "-m", "tests.parallel.same_tokens", method, budget, *meshes, timeout=timeout, JAX_PLATFORMS="cpu",
+        "-m", "tests.parallel.same_tokens", method, rounds, *meshes, timeout=timeout, JAX_PLATFORMS="cpu",
         JAX_DISABLE_MOST_OPTIMIZATIONS="1", JAX_DEFAULT_MATMUL_PRECISION="highest",
         XLA_FLAGS="--xla_force_host_platform_device_count=8",
     )  # fmt: skip
@@ -29,13 +29,14 @@ def check(method: str, found: list[dict[str, Any]]) -> None:
     for one in found:
         data, tensor = (int(size) for size in one["mesh"].split("x"))
         assert all(one["same"]) and one["tokens"] > 100, one
-        assert one["accepted"] > 5 or method not in ("bigram", "grammar"), one
+        assert one["accepted"] > 5 or method not in ("small", "grammar"), one
         assert (one["compilations"], one["held_pages"]) == (0, 0), one
         kv = 2 // tensor if 2 % tensor == 0 else 2  # K/V heads of a shard: all of them where they do not divide
         assert one["q"] == [32 // tensor, 32] and one["k"] == [8 * kv, 32], one
         assert one["pool"][0] == 1 and one["pool"][3] == 2 * kv, one
         assert one["anywhere"] < one["pool_bytes"] / 2, one  # no cache is sent around
-        assert one["across_data"] <= 4 * (data > 1), one  # a word on whether a branch is taken
+        # words on whether a branch is taken and on rows: nothing of a cache, an activation or a logit
+        assert one["across_data"] <= 512 * (data > 1), one
 
 
 SAMPLING = """
@@ -92,14 +93,14 @@ def test_ids_sampled_on_a_mesh_are_those_of_one_device() -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("method", "budget", "mesh"), [("none", "all", "2x4"), ("bigram", "budget", "2x2")])
-def test_a_mesh_says_what_one_device_says(method: str, budget: str, mesh: str) -> None:
-    check(method, run(method, budget, mesh))
+@pytest.mark.parametrize(("method", "rounds", "mesh"), [("none", "bare", "2x4"), ("small", "bare", "2x2")])
+def test_a_mesh_says_what_one_device_says(method: str, rounds: str, mesh: str) -> None:
+    check(method, run(method, rounds, mesh))
 
 
 @pytest.mark.slow("parallel", covers=COVERS)
-@pytest.mark.parametrize("budget", ["all", "budget"])
-@pytest.mark.parametrize("method", ["none", "dflash", "dspark", "bigram"])
+@pytest.mark.parametrize("budget", ["full", "budget"])
+@pytest.mark.parametrize("method", ["none", "dflash", "dspark", "small"])
 def test_every_mesh_says_what_one_device_says(method: str, budget: str, record_property: Any) -> None:
     if method == "none" and budget == "budget":
         pytest.skip("nothing is proposed, so there is no budget")
