@@ -33,6 +33,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "calibrate": ("jaxspec.commands.calibrate", "fit the temperatures of a drafter's confidence head"),
     "inspect": ("jaxspec.commands.inspect", "what a drafter's folder holds, and what it lacks"),
     "convert": ("jaxspec.commands.convert", "write a drafter in another public layout"),
+    "quantization": ("jaxspec.commands.quantization", "what an int8 target costs a drafter: bytes and tau"),
     "conformance": ("jaxspec.evaluation.conformance.main", "run the golden cases of a folder"),
     "config": ("jaxspec.commands.config", "check a config and print it resolved"),
     "version": ("jaxspec.commands.version", "the version of jaxspec and of what it runs on"),

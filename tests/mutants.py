@@ -28,6 +28,7 @@ from tests.faults import (
     kernels,
     kernels_anchor,
     pages,
+    parallel,
     planner,
     profile,
     project,
@@ -60,6 +61,7 @@ MUTANTS: list[Mutant] = [
     *grammar.GRAMMAR,
     *scheduler.SCHEDULER,
     *engine.ENGINE,
+    *parallel.PARALLEL,
 ]
 
 if __name__ == "__main__":

@@ -16,12 +16,15 @@ import numpy as np
 from jaxspec.checkpoints.cache import converted_gguf
 from jaxspec.checkpoints.hub import Located, locate
 from jaxspec.checkpoints.store import TensorFolder, match, read_config, read_json
-from jaxspec.errors import CheckpointError, ConfigError
+from jaxspec.errors import CheckpointError, ConfigError, problem
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import flatten, unflatten
+from jaxspec.models.quantization import is_quantised, quantise_weight
+from jaxspec.parallel.mesh import Placement
+from jaxspec.parallel.rules import ServingRules
 
-__all__ = ["Target", "float_dtype", "load_target"]
+__all__ = ["Target", "check_quantization", "float_dtype", "load_target"]
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -64,18 +67,25 @@ class Target:
 
 
 def load_target(
-    source: str | os.PathLike[str], dtype: Any = "bfloat16", cache_dir: str | os.PathLike[str] | None = None
+    source: str | os.PathLike[str],
+    dtype: Any = "bfloat16",
+    cache_dir: str | os.PathLike[str] | None = None,
+    *,
+    quantization: str | None = None,
+    placement: Placement | None = None,
 ) -> Target:
-    """Load a Llama, Qwen2 or Qwen3 model.
+    """Load a Llama, Qwen2 or Qwen3 model, one tensor after the other.
 
     Args:
       source: see `jaxspec.checkpoints.hub.locate`; a GGUF file is converted once into the cache.
       dtype: of the weights on the device: float32, bfloat16 or float16.
       cache_dir: where converted models are kept; None for ~/.cache/jaxspec.
+      quantization: int8 quantises the layers' matrices as they arrive, so that `dtype` ones never exist together.
+      placement: the mesh that they go to; the default device when None.
 
     Raises:
       CheckpointError: files are missing, broken, or their tensors are not exactly those of the config.
-      ConfigError: the architecture or one of its settings is not supported.
+      ConfigError: the architecture or one of its settings is not supported, or the mesh does not divide it.
       HubError: a hub name cannot be fetched.
     """
     dtype = float_dtype(dtype, "target.dtype")
@@ -83,8 +93,9 @@ def load_target(
     directory = converted_gguf(located.path, cache_dir) if located.path.is_file() else located.path
     config = _config(directory)
     folder = TensorFolder(directory)
-    params = _params(folder, Decoder(config), dtype)
+    params = _params(folder, Decoder(config), dtype, check_quantization(quantization), placement)
     name, revision = _identity(located, directory, folder)
+    revision += f" {quantization}" if quantization else ""
     _log.info(
         "target %s: %d layers, hidden %d, %s, revision %s",
         name,
@@ -132,7 +143,16 @@ def _ids(generation: Mapping[str, Any], path: Path) -> list[int]:
     return ids
 
 
-def _params(folder: TensorFolder, model: Decoder, dtype: jnp.dtype) -> Any:
+def check_quantization(quantization: str | None) -> bool:
+    """Whether weights are quantised. Raises ConfigError for a kind that is unknown."""
+    if quantization not in (None, "int8"):
+        raise ConfigError(problem("target.quantization", quantization, "int8 or null"))
+    return quantization is not None
+
+
+def _params(
+    folder: TensorFolder, model: Decoder, dtype: jnp.dtype, quantised: bool, placement: Placement | None
+) -> Any:
     expected = {name: leaf.shape for name, leaf in flatten(model.abstract_params(dtype)).items()}
     found = folder.shapes()
     tied = model.config.tie_word_embeddings
@@ -147,7 +167,14 @@ def _params(folder: TensorFolder, model: Decoder, dtype: jnp.dtype) -> Any:
             )
     else:
         match(expected, found, where=str(folder.directory))
-    return unflatten({name: jax.device_put(folder.read(name).astype(dtype, copy=False)) for name in expected})
+    rules = None if placement is None else ServingRules.of(model.config, placement.tensor)
+
+    def one(name: str, shape: tuple[int, ...]) -> Any:
+        sharding = None if placement is None or rules is None else placement.sharding(rules.parameter(name, shape))
+        leaf = jax.device_put(folder.read(name).astype(dtype, copy=False), sharding)
+        return quantise_weight(leaf) if quantised and is_quantised(name) else leaf
+
+    return unflatten({name: one(name, shape) for name, shape in expected.items()})
 
 
 def _identity(located: Located, directory: Path, folder: TensorFolder) -> tuple[str, str]:

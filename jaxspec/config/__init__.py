@@ -8,7 +8,7 @@ Unknown keys, wrong types and keys that contradict each other raise `jaxspec.err
 
 from jaxspec.config.loading import build, load_config, render
 from jaxspec.config.schema import Section
-from jaxspec.config.serve import EngineSection, ServeConfig, ServerSection
+from jaxspec.config.serve import EngineSection, MeshSection, ServeConfig, ServerSection
 from jaxspec.config.text import add_help, describe
 from jaxspec.config.train import (
     DataSection,
@@ -24,6 +24,7 @@ __all__ = [
     "DataSection",
     "DrafterSection",
     "EngineSection",
+    "MeshSection",
     "ObjectiveSection",
     "OptimizerSection",
     "RunSection",

@@ -413,16 +413,22 @@ def check_serve(config: ServeConfig) -> None:
         raise contradiction(
             "engine.tree_nodes", "engine.cost_table", "a tree is verified whole", "leave engine.cost_table out"
         )
+    for name in ("num_slots", "num_pages"):
+        size = getattr(engine, name)
+        if size is not None and size % config.mesh.data:
+            raise contradiction(
+                f"engine.{name}", "mesh.data", f"{size} is no multiple of {config.mesh.data}", f"change engine.{name}"
+            )
     _check_budget(engine)
     if engine.grammar and not engine.rules:
         raise contradiction(
             "engine.grammar", "engine.rules", "masks are applied where the rules are", "set engine.rules to true"
         )
+    most = engine.num_slots // config.mesh.data
     for size in engine.slot_buckets:
-        if not 1 <= size <= engine.num_slots:
-            raise contradiction(
-                "engine.slot_buckets", "engine.num_slots", f"{size} is not from 1 to {engine.num_slots}", "leave it out"
-            )
+        if not 1 <= size <= most:
+            where = "engine.num_slots" if config.mesh.data == 1 else "engine.num_slots / mesh.data"
+            raise contradiction("engine.slot_buckets", where, f"{size} is not from 1 to {most}", "leave it out")
     for name in (
         *("num_proposals", "tree_nodes", "ngram_min", "ngram_max", "draft_sampling", "survival_confidence"),
         *("sts_temperatures", "confidence_threshold", "cost_table"),

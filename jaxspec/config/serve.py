@@ -16,7 +16,7 @@ class EngineSection(Section):
 
     num_slots: int = key(8, "requests decoded together", ge=1)
     slot_buckets: tuple[int, ...] = key(
-        (), "smaller numbers of slots to compile for; empty is 1, 4, 16 …", strict=False
+        (), "smaller numbers of slots (of a data shard) to compile for; empty is 1, 4, 16 …", strict=False
     )
     max_context: int = key(2048, "longest prompt + output of a request, in tokens", ge=2)
     prefill_chunk: int = key(64, "prompt rows of a round", ge=1)
@@ -50,6 +50,13 @@ class EngineSection(Section):
     grammar: bool = key(False, "serve grammars (extra `grammar`); a shape is then compiled three times")
 
 
+class MeshSection(Section):
+    """The devices: data x tensor of them, the first ones there are."""
+
+    data: int = key(1, "shards of the slots and their pages; num_slots and num_pages are split evenly", ge=1)
+    tensor: int = key(1, "shards of each model: heads, MLP and vocabulary, which it must divide", ge=1)
+
+
 class ServerSection(Section):
     """The gRPC end point."""
 
@@ -70,13 +77,14 @@ class ServeConfig(Section):
         min_length=1,
     )
     engine: EngineSection
+    mesh: MeshSection
     server: ServerSection
     compilation_cache: str | None = key(None, "folder of compiled executables, kept between starts", min_length=1)
 
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, data: Any) -> Any:
-        return {"engine": {}, "server": {}, **data} if isinstance(data, dict) else data
+        return {"engine": {}, "mesh": {}, "server": {}, **data} if isinstance(data, dict) else data
 
     @field_validator("drafter")
     @classmethod

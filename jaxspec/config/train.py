@@ -17,6 +17,9 @@ class TargetSection(Section):
 
     source: str = required("HF folder, GGUF file, org/name[@revision], or the built-in `smollm2`", min_length=1)
     dtype: Dtype = key("bfloat16", "dtype of the target's parameters and activations")
+    quantization: Literal["int8"] | None = key(
+        None, "int8 holds the layers' matrices in eight bits, with a scale a row; embedding and head stay"
+    )
 
 
 class DrafterSection(Section):

@@ -17,6 +17,7 @@ from jaxspec.decoding.sampling import SlotSampling
 from jaxspec.drafters.base import Proposal
 from jaxspec.drafters.draws import inverse_cdf
 from jaxspec.errors import ConfigError
+from jaxspec.parallel.rules import anywhere
 
 MODES = ("ratio", "block")
 EMPTY_MASS = 1e-8  # a residual lighter than this is rounding: p == q
@@ -73,7 +74,7 @@ def accept(
         drawn = sampled_accept(sampling.probabilities(logits), proposal, u, u_last, counts, mode)
         return drawn.accepted, drawn.token
 
-    drawn = jax.lax.cond(jnp.any(~sampling.greedy), sampled, lambda _: (greedy.accepted, greedy.token), None)
+    drawn = jax.lax.cond(anywhere(jnp.any(~sampling.greedy)), sampled, lambda _: (greedy.accepted, greedy.token), None)
     raw = jnp.where(sampling.greedy, greedy.accepted, drawn[0])
     token = jnp.where(sampling.greedy, greedy.token, drawn[1])
     return cut_accept(Acceptance(raw, token, raw), proposal.tokens, lengths)

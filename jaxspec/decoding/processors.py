@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.errors import RequestError, problem
+from jaxspec.parallel.rules import anywhere
 
 MAX_BIASES = 64  # entries of a request's logit bias; fixed shapes
 
@@ -134,7 +135,9 @@ class SlotRules:
         if allowed is not None:
             some = jnp.any(allowed, axis=-1, keepdims=True)
             logits = jnp.where(allowed | ~some, logits, -jnp.inf)
-        return jax.lax.cond(jnp.any(self.asked & live), self._process, lambda x, *_: x, logits, drafts, before)
+        return jax.lax.cond(
+            anywhere(jnp.any(self.asked & live)), self._process, lambda x, *_: x, logits, drafts, before
+        )
 
     def _process(
         self, logits: Float[Array, "R m1 V"], drafts: Int[Array, "R m"], before: Bool[Array, "R m1 m"]

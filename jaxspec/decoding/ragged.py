@@ -25,6 +25,7 @@ from jaxspec.drafters.draws import Purpose, inverse_cdf, round_keys, uniforms
 from jaxspec.models.attention import PagedParts
 from jaxspec.models.decoder import DecoderOutput
 from jaxspec.models.layout import RaggedLayout, ragged_layout
+from jaxspec.parallel.rules import anywhere
 
 
 @jax.tree_util.register_dataclass
@@ -370,7 +371,7 @@ class RaggedProgram(Program):
             zeros = lambda dtype, *more: jnp.zeros((*shape, *more), dtype)  # noqa: E731
             return Logprobs(zeros(jnp.float32), zeros(jnp.int32), zeros(jnp.int32, top), zeros(jnp.float32, top))
 
-        return jax.lax.cond(wanted, lambda: logprobs(*rows(), top), nothing)
+        return jax.lax.cond(anywhere(wanted), lambda: logprobs(*rows(), top), nothing)
 
 
 @jax.tree_util.register_dataclass

@@ -94,7 +94,40 @@ class _Request:
     emitted: list[int]
 
 
-class SlotRunner:
+class SlotCounts:
+    """What a holder of slots says of itself."""
+
+    program: Any
+    _slots: list[Any]
+    _pending: collections.deque[Event]
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of prompt and answer together."""
+        return self.program.max_context
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self.program.decoder.config.vocab_size
+
+    @property
+    def num_slots(self) -> int:
+        """Requests that fit at once."""
+        return len(self._slots)
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that `admit` may still fill."""
+        return sum(request is None for request in self._slots)
+
+    @property
+    def live(self) -> int:
+        """Requests on the slots, and events that wait for the next `step`."""
+        return self.num_slots - self.free_slots + len(self._pending)
+
+
+class SlotRunner(SlotCounts):
     """`num_slots` requests side by side, each up to `max_context` tokens of prompt and answer.
 
     Not thread-safe: one thread owns it. Every device value is reached through the two executables and `np.asarray`.
@@ -222,34 +255,9 @@ class SlotRunner:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     @property
-    def max_context(self) -> int:
-        """Tokens of prompt and answer together."""
-        return self.program.max_context
-
-    @property
     def num_proposals(self) -> int:
         """m, as served."""
         return self.program.num_proposals or self.program.drafter.num_proposals
-
-    @property
-    def vocab_size(self) -> int:
-        """V."""
-        return self.program.decoder.config.vocab_size
-
-    @property
-    def num_slots(self) -> int:
-        """Requests that fit at once."""
-        return len(self._slots)
-
-    @property
-    def free_slots(self) -> int:
-        """Slots that `admit` may still fill."""
-        return sum(request is None for request in self._slots)
-
-    @property
-    def live(self) -> int:
-        """Requests on the slots, and events that wait for the next `step`."""
-        return self.num_slots - self.free_slots + len(self._pending)
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Raises RequestError if this request can never be served."""

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.parallel.rules import anywhere, rows_apart
+
 GREEDY_BELOW = 1e-5  # logits over a smaller temperature overflow float32
 
 
@@ -43,13 +45,13 @@ class SlotSampling:
 
         The sort that top-k and top-p need runs only when a sampled row asks for either.
         """
-        logits = logits.astype(jnp.float32)
+        logits = rows_apart(logits.astype(jnp.float32))
         greedy, temperature, min_p = (_over(x, logits.ndim) for x in (self.greedy, self.temperature, self.min_p))
         scaled = jnp.where(greedy, 0.0, logits / jnp.where(greedy, 1.0, temperature))
         if self.top_k is not None and self.top_p is not None:
             asked = jnp.any(~self.greedy & ((self.top_k > 0) | (self.top_p < 1)))
             everything = lambda rows, *_: jnp.ones(rows.shape, bool)  # noqa: E731
-            kept = jax.lax.cond(asked, _top_k_top_p, everything, scaled, self.top_k, self.top_p)
+            kept = jax.lax.cond(anywhere(asked), _top_k_top_p, everything, scaled, self.top_k, self.top_p)
             scaled = jnp.where(kept, scaled, -jnp.inf)
         probs = jax.nn.softmax(scaled, axis=-1)
         peak = jnp.max(probs, axis=-1, keepdims=True)

@@ -18,6 +18,7 @@ from jaxspec.drafters.base import Tree
 from jaxspec.drafters.draws import inverse_cdf
 from jaxspec.models.cache import KVPool, read_rows, write_rows
 from jaxspec.models.layout import RaggedLayout, uniform_layout
+from jaxspec.parallel.rules import anywhere
 
 TREE_MODES = ("rejection", "match")
 
@@ -52,7 +53,7 @@ def accept_tree(
         return node, inverse_cdf(left, u_last)
 
     at_greedy = jnp.take_along_axis(best, greedy[:, None], axis=1)[:, 0]
-    drawn = jax.lax.cond(jnp.any(~sampling.greedy), sampled, lambda _: (greedy, at_greedy), None)
+    drawn = jax.lax.cond(anywhere(jnp.any(~sampling.greedy)), sampled, lambda _: (greedy, at_greedy), None)
     node = jnp.where(sampling.greedy, greedy, drawn[0])
     token = jnp.where(sampling.greedy, at_greedy, drawn[1])
     path, length = _path(node, tree)

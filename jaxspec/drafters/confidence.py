@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.drafters.base import DraftSampling
+from jaxspec.parallel.rules import anywhere
 
 
 def survival(logits: Float[Array, "R m V"], sampling: DraftSampling) -> Float[Array, "R m"]:
@@ -28,4 +29,4 @@ def survival(logits: Float[Array, "R m V"], sampling: DraftSampling) -> Float[Ar
     def drawn(_: None) -> Float[Array, "R m"]:
         return jnp.where(sampling.greedy[:, None], plain, jnp.max(sampling.draft_probs(logits), axis=-1))
 
-    return jax.lax.cond(jnp.any(~sampling.greedy), drawn, lambda _: plain, None)
+    return jax.lax.cond(anywhere(jnp.any(~sampling.greedy)), drawn, lambda _: plain, None)

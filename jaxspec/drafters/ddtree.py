@@ -20,6 +20,7 @@ from jaxspec.drafters.dflash import DFlash
 from jaxspec.errors import ConfigError
 from jaxspec.models.decoder import Tap
 from jaxspec.models.layout import RaggedLayout
+from jaxspec.parallel.rules import top_k
 
 _LOWEST = -1e30  # stands for -inf and NaN, so that no sum of scores becomes NaN
 
@@ -125,7 +126,7 @@ def best_first_tree(logits: Float[Array, "R m V"], budget: int) -> tuple[Int[Arr
     requests, depth, vocab = logits.shape
     width = min(budget, vocab)
     logits = logits.astype(jnp.float32)
-    best, ids = jax.lax.top_k(logits, width)
+    best, ids = top_k(logits, width)
     scores = best - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     scores = jnp.where(scores > _LOWEST, scores, _LOWEST)  # false for NaN
     rows, request = budget + 1, jnp.arange(requests)

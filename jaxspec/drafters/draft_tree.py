@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.drafters.base import Tree
 from jaxspec.errors import ConfigError
+from jaxspec.parallel.rules import top_k
 
 # `mc_sim_7b_63` of the EAGLE repository: ranks of the children along each path.
 DEFAULT_CHOICES = (
@@ -125,7 +126,7 @@ class DynamicTree:
 def best(log_probs: Float[Array, "*rows V"], k: int) -> tuple[Float[Array, "*rows k"], Int[Array, "*rows k"]]:
     """The k most likely tokens, lowest id first on ties. NaN counts as impossible; rounding above 0 is cut off."""
     known = jnp.where(jnp.isnan(log_probs), -jnp.inf, jnp.minimum(log_probs.astype(jnp.float32), 0.0))
-    return jax.lax.top_k(known, k)
+    return top_k(known, k)
 
 
 def first_level(scores: Float[Array, "R k"], tokens: Int[Array, "R k"]) -> tuple[Pool, Beam]:
@@ -142,14 +143,14 @@ def next_level(
     scores = jnp.take_along_axis(pool.scores, beam.places, axis=1)[:, :, None] + log_probs
     parents = jnp.broadcast_to(beam.places[:, :, None], tokens.shape)
     flat = Pool(*(x.reshape(requests, -1) for x in (tokens, scores, parents, log_probs)))
-    _, chosen = jax.lax.top_k(flat.scores, k)
+    _, chosen = top_k(flat.scores, k)
     places = chosen + pool.tokens.shape[1]
     return jax.tree.map(lambda old, new: jnp.concatenate([old, new], axis=1), pool, flat), Beam(places, chosen // k)
 
 
 def keep_best(pool: Pool, nodes: int, max_depth: int) -> tuple[Int[Array, "R n"], Tree, Int[Array, "R n"]]:
     """The best nodes in pool order, so that parents come first; also their places in the pool."""
-    _, places = jax.lax.top_k(pool.scores, nodes)
+    _, places = top_k(pool.scores, nodes)
     places = jnp.sort(places, axis=1)
     tokens, above = (jnp.take_along_axis(x, places, axis=1) for x in (pool.tokens, pool.parents))
     parents = 1 + jax.vmap(jnp.searchsorted)(places, above)  # row of each parent among the kept ones

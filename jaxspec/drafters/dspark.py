@@ -27,6 +27,7 @@ from jaxspec.errors import ConfigError
 from jaxspec.models import fields
 from jaxspec.models import layers as ly
 from jaxspec.models.config import ModelConfig
+from jaxspec.parallel.rules import anywhere
 
 SPECFORGE, DEEPSPEC = "DSparkDraftModel", "Qwen3DSparkModel"
 
@@ -176,7 +177,7 @@ class DSpark(BlockDrafter):
                 q = sampling.draft_probs(logits)
                 return q, jnp.where(sampling.greedy, best, inverse_cdf(q, u[:, slot]))
 
-            q, token = jax.lax.cond(sampled, drawn, lambda logits: (jnp.zeros_like(logits), best), logits)
+            q, token = jax.lax.cond(anywhere(sampled), drawn, lambda logits: (jnp.zeros_like(logits), best), logits)
             probs.append(q)
             return token
 

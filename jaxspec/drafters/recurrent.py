@@ -28,6 +28,7 @@ from jaxspec.models.cache import KVPool, gather, init_pool
 from jaxspec.models.decoder import SelfAttention, Tap
 from jaxspec.models.layout import RaggedLayout
 from jaxspec.models.rope import rotary
+from jaxspec.parallel.rules import anywhere
 from pallas_kernels.softmax import masked_softmax, mix, scores
 
 
@@ -238,7 +239,7 @@ class RecurrentDrafter(abc.ABC):
                 modes.append(survival(logits[:, None], sampling)[:, 0])
             if drawing:
                 # All-greedy rounds never read q, so the softmax over the vocabulary is skipped.
-                probs.append(jax.lax.cond(sampled, sampling.draft_probs, jnp.zeros_like, logits))
+                probs.append(jax.lax.cond(anywhere(sampled), sampling.draft_probs, jnp.zeros_like, logits))
                 token = jnp.where(sampling.greedy, token, inverse_cdf(probs[-1], u[:, slot]))
             tokens.append((token if ids is None else ids[token]).astype(jnp.int32))
         proposed = jnp.stack(tokens, axis=1)

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec.drafters.draws import inverse_cdf
 from jaxspec.errors import ConfigError
 from jaxspec.models import layers as ly
+from jaxspec.parallel.rules import top_k
 
 NAME = "candidate_selector"
 
@@ -78,7 +79,7 @@ def silent(params: ly.Params) -> ly.Params:
 
 def top_candidates(logits: Float[Array, "*b m V"], count: int) -> Candidates:
     """The `count` largest logits of each slot; equal ones by lowest id."""
-    unary, ids = jax.lax.top_k(logits.astype(jnp.float32), count)
+    unary, ids = top_k(logits.astype(jnp.float32), count)
     return Candidates(ids.astype(jnp.int32), unary)
 
 

@@ -25,6 +25,7 @@ from jaxspec.models.cache import KVPool, gather, init_pool
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Decoder, Tap
 from jaxspec.models.layout import RaggedLayout
+from jaxspec.parallel.rules import anywhere
 from pallas_kernels.softmax import masked_softmax, mix, scores
 
 
@@ -102,7 +103,7 @@ class SmallModel:
         context = [gather(pool, slots.page_table, slots.positions) for pool in state]
         blank = jnp.zeros((requests, m, config.num_kv_heads, config.head_dim), state[0].dtype)
         scratch = [(blank, blank)] * config.num_layers
-        sampled = jnp.any(~sampling.greedy)
+        sampled = anywhere(jnp.any(~sampling.greedy))
 
         def step(carry: Any, now: tuple[Array, Array]) -> tuple[Any, Any]:
             tokens, scratch = carry

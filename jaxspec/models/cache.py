@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.models.layout import RaggedLayout
+from jaxspec.parallel.rules import heads_apart
 
 TRASH_PAGE = 0
 
@@ -25,8 +26,10 @@ def write_rows(
     A negative index would wrap even under mode="drop", so padding is redirected instead of dropped.
     """
     page, offset = places(layout, pool.shape[1])
+    heads = keys.shape[1]
     rows = jnp.stack([keys, values], axis=2).reshape(keys.shape[0], -1, keys.shape[-1])
-    return pool.at[page, offset].set(rows.astype(pool.dtype), mode="promise_in_bounds")
+    rows = heads_apart(rows.astype(pool.dtype), heads)
+    return heads_apart(pool.at[page, offset].set(rows, mode="promise_in_bounds"), heads)
 
 
 def places(layout: RaggedLayout, page_size: int) -> tuple[Int[Array, "M"], Int[Array, "M"]]:

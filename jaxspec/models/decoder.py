@@ -17,6 +17,7 @@ from jaxspec.models.attention import Attend, Attention, DenseCausal
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.packed import PackedAttention, PackedMLP, is_packed
 from jaxspec.models.rope import rotary, rotate
+from jaxspec.parallel.rules import whole
 
 Tap = int | str
 FINAL = "final"  # the tap after the final norm (the teacher's hidden state)
@@ -154,6 +155,7 @@ class Decoder:
         def layer(carry: Any, weights: ly.Params, index: Any, window: Any, cache: Any) -> tuple[Any, Any]:
             hidden, captured = carry
             hidden, cache = ly.bind(graph, weights)(hidden, cos, sin, Attend(attention, cache, window))
+            hidden = whole(hidden)
             return (
                 hidden,
                 tuple(_capture(tap, index, hidden, held) for tap, held in zip(taps, captured, strict=True)),

@@ -11,6 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxspec.models.quantization import quantised_product
+from jaxspec.parallel.rules import vocab_apart, whole
+
 Params = dict[str, Any]
 
 
@@ -22,7 +25,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((outputs,))) if bias else None
 
     def __call__(self, x: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
-        y = project(x, self.weight[...])
+        y = project(x, self.weight.get_value())
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
 
@@ -64,19 +67,21 @@ def rms_norm(x: Float[Array, "*rows size"], weight: Float[Array, "*w size"], eps
 
 
 def project(x: Float[Array, "*rows inputs"], weight: Float[Array, "outputs inputs"]) -> Float[Array, "*rows outputs"]:
-    """x W^T in x's dtype."""
+    """x W^T in x's dtype. The weight may be a quantised one."""
+    if hasattr(weight, "qvalue"):
+        return quantised_product(x, weight)
     return jax.lax.dot_general(x, weight.astype(x.dtype), (((x.ndim - 1,), (1,)), ((), ())))
 
 
 def unembed(hidden: Float[Array, "*rows hidden"], head: Float[Array, "vocab hidden"]) -> Float[Array, "*rows vocab"]:
     """Logits in float32: argmax and softmax of narrow logits tie where the wide ones do not."""
     dims = (((hidden.ndim - 1,), (1,)), ((), ()))
-    return jax.lax.dot_general(hidden, head.astype(hidden.dtype), dims, preferred_element_type=jnp.float32)
+    return vocab_apart(jax.lax.dot_general(hidden, head.astype(hidden.dtype), dims, preferred_element_type=jnp.float32))
 
 
 def embed(table: Float[Array, "vocab hidden"], tokens: Int[Array, "*rows"]) -> Float[Array, "*rows hidden"]:
     """Rows of the table. Ids must be in range: JAX would clamp or wrap a wrong one without a word."""
-    return jnp.take(table, tokens, axis=0, mode="clip")
+    return whole(jnp.take(table, tokens, axis=0, mode="clip"))
 
 
 @functools.cache

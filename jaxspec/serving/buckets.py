@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable, Sequence
 
-from jaxspec.errors import ConfigError, problem
+from jaxspec.errors import ConfigError, InvariantError, problem
 
 
 def bucket_grid(batch_sizes: Iterable[int], rows_each: int, extra: Iterable[int] = ()) -> tuple[int, ...]:
@@ -28,6 +28,14 @@ def round_up(rows: int, grid: Sequence[int]) -> int | None:
     """The smallest bucket that holds `rows`; None beyond the grid."""
     index = bisect.bisect_left(grid, rows)
     return grid[index] if index < len(grid) else None
+
+
+def bucket_for(rows: int, grid: Sequence[int]) -> int:
+    """The smallest bucket that holds `rows`. Raises InvariantError beyond the grid."""
+    found = round_up(rows, grid)
+    if found is None:
+        raise InvariantError(problem("rows", rows, f"at most {max(grid)}, the largest bucket"))
+    return found
 
 
 def round_rows(requests: int, budget: int | None, rows_each: int, min_length: int = 1) -> int:

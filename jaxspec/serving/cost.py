@@ -27,6 +27,7 @@ class StepsTable:
     sample_batch_tokens: tuple[int, ...]
     sample_steps_per_sec: tuple[float, ...]
     max_batch_tokens: int
+    estimated: bool = False  # by a compiler; no device was timed
 
     def __post_init__(self) -> None:
         _check_probes("sample_batch_tokens", self.sample_batch_tokens)
@@ -63,6 +64,7 @@ class AdditiveTable:
     alpha_seconds: tuple[float, ...]
     m_probes: tuple[int, ...]
     theta_seconds: tuple[float, ...]
+    estimated: bool = False
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.bias_seconds) and self.bias_seconds > 0):
@@ -95,12 +97,16 @@ def parse_cost_table(said: Any, where: str = "cost table") -> CostTable:
     if not isinstance(said, dict):
         raise ConfigError(problem(where, type(said).__name__, "a JSON object"))
     build: type[CostTable] = AdditiveTable if "bias_seconds" in said else StepsTable
-    names = [field.name for field in dataclasses.fields(build)]
+    names = [field.name for field in dataclasses.fields(build) if field.name != "estimated"]
+    estimated = said.get("estimated", False)
+    if not isinstance(estimated, bool):
+        raise ConfigError(problem(f"{where}: estimated", repr(estimated), "true or false"))
+    said = {name: value for name, value in said.items() if name != "estimated"}
     wrong = sorted(set(names) ^ set(said))
     if wrong:
         raise ConfigError(problem(where, f"keys {sorted(said)}", f"exactly {names}"))
     scalars = {"max_batch_tokens", "bias_seconds"}
-    given: dict[str, Any] = {}
+    given: dict[str, Any] = {"estimated": estimated}
     for name in names:
         value = said[name]
         numbers = [value] if name in scalars else value
@@ -120,8 +126,11 @@ def load_cost_table(path: Path) -> CostTable:
 
 
 def save_cost_table(table: CostTable, path: Path) -> None:
-    """Writes what `load_cost_table` reads."""
-    path.write_text(json.dumps(dataclasses.asdict(table), indent=1) + "\n", encoding="utf-8")
+    """Writes what `load_cost_table` reads; only an estimated table says so, in a key of our own."""
+    said = dataclasses.asdict(table)
+    if not said["estimated"]:
+        del said["estimated"]
+    path.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
 
 
 def _is_number(value: Any) -> bool:

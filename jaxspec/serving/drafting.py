@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,17 @@ from jaxspec.serving.budget import BudgetPlanner
 from jaxspec.serving.confidence_ring import ConfidenceRelay
 from jaxspec.serving.cost import CostTable
 from jaxspec.serving.requests import Flight, Request
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafted:
+    """Who proposes in a round, the budget of their proposals, and the bucket of rows that the round needs: the slots'
+    number where nobody proposes."""
+
+    drafters: list[Request]
+    budget: int
+    rows: int
+    as_switched: bool
 
 
 class Drafting:
@@ -79,6 +91,23 @@ class Drafting:
         if found and self._bucket(slots, len(decoding), len(found)) == self._bucket(slots, *[len(decoding)] * 2):
             found = decoding
         return found, wanted or not found
+
+    def decide(self, decoding: list[Request], slots: int, prefill: int) -> Drafted:
+        """Of a round over the first `slots` slots with `prefill` rows of prompts."""
+        drafters, as_switched = self.drafters(decoding, slots, prefill)
+        budget, rows = self.plan(decoding, drafters, slots, prefill)
+        return Drafted(drafters, budget, rows if drafters else slots, as_switched)
+
+    def filled(self, drafted: Drafted, decoding: list[Request], rows: int) -> Drafted:
+        """The same in a larger bucket, whose rows are paid for: they take as many real proposals as there are. Only
+        where budgets rule: without one everything is verified anyway."""
+        drafters = drafted.drafters
+        if self.planner is None or not self._align or not drafters:
+            return dataclasses.replace(drafted, rows=rows)
+        least = max(self.planner.schedule.min_rows, 1)
+        paused = len(decoding) - len(drafters)
+        more = filling_budget(rows - paused, len(drafters), self.rows_each, least)
+        return dataclasses.replace(drafted, budget=max(drafted.budget, more), rows=rows)
 
     def _bucket(self, slots: int, requests: int, drafters: int) -> int:
         """Rows of the smallest executable for so many requests, of which some draft in full."""

@@ -19,31 +19,42 @@ import jax
 from jaxspec.decoding.compilations import CompilationCounter
 from jaxspec.decoding.fast import Fast, with_attention
 from jaxspec.decoding.fit import check_draft, check_options, check_proposals, check_sizes, shared_tables
-from jaxspec.decoding.parcel import Parcel
 from jaxspec.decoding.plan import Schedule
-from jaxspec.decoding.ragged import RaggedOutput, RaggedProgram, Results
+from jaxspec.decoding.ragged import EngineState, Masks, RaggedOutput, RaggedProgram, Results
 from jaxspec.decoding.request import SamplingParams
 from jaxspec.decoding.round import Weights
-from jaxspec.decoding.runner import DraftLike, Event, TargetLike, TokenLogprob
+from jaxspec.decoding.runner import DraftLike, Event, SlotCounts, TargetLike, TokenLogprob
 from jaxspec.drafters.base import PrefixUse
 from jaxspec.drafters.none import NoDrafter
 from jaxspec.errors import ConfigError, RequestError, problem
 from jaxspec.models.packed import pack
 from jaxspec.serving.adaptive import PrefillSpeed
-from jaxspec.serving.buckets import round_up, slot_grid
+from jaxspec.serving.buckets import bucket_for, slot_grid
 from jaxspec.serving.cost import CostTable
-from jaxspec.serving.drafting import Drafting
+from jaxspec.serving.drafting import Drafted, Drafting
 from jaxspec.serving.executables import Executables, every_shape
-from jaxspec.serving.grammar import Grammar, GrammarCompiler
+from jaxspec.serving.grammar import Grammar, GrammarCompiler, check_grammars
+from jaxspec.serving.pages import check_pages
 from jaxspec.serving.request_pages import RequestPages
-from jaxspec.serving.requests import Flight, Metrics, Phase, Piece, Request, Shape, prompt_logprobs, token_logprobs
-from jaxspec.serving.round_inputs import RoundInputs
+from jaxspec.serving.requests import (
+    Chosen,
+    Flight,
+    Metrics,
+    Phase,
+    Piece,
+    Request,
+    Shape,
+    prompt_logprobs,
+    read_logprobs,
+    token_logprobs,
+)
+from jaxspec.serving.round_inputs import Home, Resident, RoundInputs
 from jaxspec.serving.scheduler import shares, urgency
 from jaxspec.serving.terms import Terms
 from jaxspec.serving.text import Codec
 
 
-class Engine:
+class Engine(SlotCounts):
     """Up to `num_slots` requests at once, each up to `max_context` tokens of prompt and answer, on `num_pages` pages.
 
     Not thread-safe: one thread owns it. `overlap` dispatches a round before the last one was read. A cost table turns
@@ -102,8 +113,7 @@ class Engine:
             raise ConfigError(problem("engine.cost_table", "a table", "null: a tree is verified whole"))
         max_context = min(max_context, decoder.config.max_position)
         shared = shared_tables(target, draft)
-        self._device = next(iter(shared.embedding.devices()))
-        fast = Fast.on(self._device, attention, pack_weights, bare_rounds)
+        home, fast = self._place(shared.embedding, attention, pack_weights, bare_rounds)
         self._bare = fast.bare
         proposals = drafter.num_proposals if num_proposals is None else num_proposals
         scheduled = cost_table is not None and proposals > 0
@@ -113,21 +123,19 @@ class Engine:
             acceptance=acceptance, confidence_threshold=confidence_threshold, num_proposals=num_proposals,
             schedule=limits, rules=rules, max_logprobs=max_logprobs, attention=fast.attention,
         )  # fmt: skip
-        if grammars is not None and not rules:
-            raise ConfigError(problem("engine.grammar", expected="engine.rules to be on"))
+        if grammars is not None:
+            check_grammars(rules)
         whole = 1 + num_slots * self.program.pages_per_slot
         num_pages = whole if num_pages is None else num_pages
         asked = getattr(drafter, "prefix_use", None)
         prefix = PrefixUse() if asked is None else asked(num_pages, page_size, num_slots)
         least = 1 + self.program.pages_per_slot if prefix.in_pages else whole
-        if num_pages < least:
-            wanted = f"at least {least}, for max_context {max_context}"
-            raise ConfigError(problem("engine.num_pages", num_pages, wanted))
+        check_pages(num_pages, least, max_context)
         params = pack(target.params, decoder.config) if fast.packed else target.params
         self.weights = Weights(params, draft.params if draft is not None else {}, shared)
         self._slot_buckets = slot_grid(num_slots, slot_buckets)
         written = max(proposals, drafter.tree_nodes) + 1
-        self._inputs = RoundInputs(self.program, prefill_chunk, prefill_pieces, proposals + 1, written, self._device)
+        self._inputs = RoundInputs(self.program, prefill_chunk, prefill_pieces, proposals + 1, written, home)
         self.lag = int(overlap)
         self._pages = RequestPages(
             num_pages, page_size, limit=max_context + drafter.tree_nodes, written=written, lag=self.lag,
@@ -149,9 +157,16 @@ class Engine:
         self._compilations = CompilationCounter()
         self.reads = 0
         self.preemptions = self.rounds = self.drafted_rounds = self.rows = 0
+        self._start(lambda: self.program.init_engine_state(num_pages, shared.embedding.dtype, cache_fill))
+
+    def _place(self, embedding: Any, *asked: Any) -> tuple[Home, Fast]:
+        """Decides where rounds run: where the target is."""
+        self._device = next(iter(embedding.devices()))
+        return Resident(self._device), Fast.on(self._device, *asked)
+
+    def _start(self, state: Callable[[], EngineState]) -> None:
         with jax.default_device(self._device):
-            dtype = shared.embedding.dtype
-            self._state = jax.jit(lambda: self.program.init_engine_state(num_pages, dtype, cache_fill))()
+            self._state = jax.jit(state)()
 
     # -- start-up -----------------------------------------------------------------------------------------------------
 
@@ -173,28 +188,32 @@ class Engine:
             for _ in range(2):  # the second makes a CUDA graph
                 self._results(self._run(shape, inputs), shape.slots)
             if self._terms.grammars is not None and not shape.bare:
-                self._run_masked(shape, inputs, [], [])
+                self._run_masked(shape, inputs, Chosen([], []))
         jax.block_until_ready(self._state)
         self._compilations.reset()
         self.reads = 0
         return times
 
-    def _run(self, shape: Shape, inputs: Parcel) -> Any:
+    def _run(self, shape: Shape, inputs: Any) -> Any:
         self._state, output = self.executables.run(shape, self.weights, self._state, inputs)
         return output
 
-    def _run_masked(self, shape: Shape, inputs: Parcel, decoding: list[Request], pieces: list[Piece]) -> Any:
-        """The round in two halves. While the target runs, the rounds in flight are read, since a matcher moves by
-        emitted tokens, and the masks are built."""
+    def _run_masked(self, shape: Shape, inputs: Any, chosen: Chosen) -> Any:
+        """The round in two halves; the masks are built while the target runs."""
         self._state, pending = self.executables.first_half(shape)(self.weights, self._state, inputs)
-        while self._flights:
-            self._read(self._flights.popleft())
-        constrained = [request for request in decoding if request.constraint is not None]
-        drafts = self._host((pending.proposal.tokens, pending.proposal.tree)) if constrained else (None, None)
-        masks = self._inputs.masks(shape, constrained, pieces, *drafts)
+        masks = self._masks_of(shape, chosen, (pending.proposal.tokens, pending.proposal.tree))
         finish = self.executables.second_half(shape)
         self._state, output = finish(self.weights, self._state, pending, inputs, masks)
         return output
+
+    def _masks_of(self, shape: Shape, chosen: Chosen, drafts: tuple[Any, Any]) -> Masks:
+        """`drafts` are proposals and, where there is one, their tree. Before it the rounds in flight are read, since a
+        matcher moves by emitted tokens."""
+        while self._flights:
+            self._read(self._flights.popleft())
+        constrained = [request for request in chosen.decoding if request.constraint is not None]
+        known = self._host(drafts) if constrained else (None, None)
+        return self._inputs.masks(shape, constrained, chosen.pieces, *known)
 
     @property
     def compile_count(self) -> int:
@@ -204,34 +223,9 @@ class Engine:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     @property
-    def max_context(self) -> int:
-        """Tokens of prompt and answer together."""
-        return self.program.max_context
-
-    @property
     def num_proposals(self) -> int:
         """m, as served."""
         return self._inputs.rows_each - 1
-
-    @property
-    def vocab_size(self) -> int:
-        """V."""
-        return self.program.decoder.config.vocab_size
-
-    @property
-    def num_slots(self) -> int:
-        """Requests that fit at once."""
-        return len(self._slots)
-
-    @property
-    def free_slots(self) -> int:
-        """Slots that `admit` may still fill."""
-        return sum(request is None for request in self._slots)
-
-    @property
-    def live(self) -> int:
-        """Requests on the slots, and events that wait for the next `step`."""
-        return self.num_slots - self.free_slots + len(self._pending)
 
     @property
     def held_pages(self) -> int:
@@ -303,7 +297,9 @@ class Engine:
     def step(self) -> list[Event]:
         """Dispatches a round and reads the one before it (the same one without overlap). Returns the events since the
         last step."""
-        dispatched = self._dispatch()
+        return self._collect(self._dispatch())
+
+    def _collect(self, dispatched: bool) -> list[Event]:
         if len(self._flights) > (self.lag if dispatched else 0):
             self._read(self._flights.popleft())
         events = list(self._pending)
@@ -331,30 +327,37 @@ class Engine:
 
     def _dispatch(self) -> bool:
         """Starts a round for whoever has pages for it; False if there is nobody."""
+        chosen = self._choose()
+        if not chosen.requests:
+            return False
+        slots = bucket_for(chosen.slots, self._slot_buckets)
+        prefill = self._inputs.chunk if chosen.pieces else 0
+        drafted = self.drafting.decide(chosen.decoding, slots, prefill)
+        bare = self._bare and chosen.bare
+        shape = Shape(slots, drafted.rows if drafted.drafters else slots, bool(drafted.drafters), prefill, bare)
+        inputs = self._inputs.of(shape, chosen, drafted, self.drafting.observed(slots))
+        began = self._clock()
+        if chosen.constrained:
+            output = self._run_masked(shape, inputs, chosen)
+        else:
+            output = self._run(shape, inputs)
+        self._launched(shape, chosen, drafted, output, began)
+        return True
+
+    def _choose(self) -> Chosen:
+        """Who takes part in the next round, with pages for it."""
         before = self.preemptions
         decoding = self._reserve_decoding()
         # Pages just taken from a request are not given back to it in the same breath.
-        pieces = list(self._prefill_pieces()) if self.preemptions == before else []
-        if not decoding and not pieces:
-            return False
-        taking_part = decoding + [piece.request for piece in pieces]
-        slots = round_up(1 + max(request.slot for request in taking_part), self._slot_buckets)
-        assert slots is not None
-        prefill = self._inputs.chunk if pieces else 0
-        drafters, as_switched = self.drafting.drafters(decoding, slots, prefill)
-        budget, rows = self.drafting.plan(decoding, drafters, slots, prefill)
-        bare = self._bare and all(request.bare for request in taking_part)
-        self.newest = shape = Shape(slots, rows if drafters else slots, bool(drafters), prefill, bare)
-        observed = self.drafting.observed(slots)
-        inputs = self._inputs.round(shape, decoding, drafters, pieces, budget, observed)
-        began = self._clock()
-        if any(request.constraint is not None for request in taking_part):
-            output = self._run_masked(shape, inputs, decoding, pieces)
-        else:
-            output = self._run(shape, inputs)
+        return Chosen(decoding, list(self._prefill_pieces()) if self.preemptions == before else [])
+
+    def _launched(self, shape: Shape, chosen: Chosen, drafted: Drafted, output: Any, began: float) -> None:
+        """Books a round that was dispatched."""
+        self.newest = shape
+        decoding, drafters = chosen.decoding, drafted.drafters
         if drafters:
             self.drafting.publish(output.confidence, decoding)
-        for piece in pieces:
+        for piece in chosen.pieces:
             piece.request.lease.commit(piece.count)
             if piece.final:
                 piece.request.phase = Phase.DECODING
@@ -363,12 +366,12 @@ class Engine:
             request.unread += 1
         rows_read = [(request, request.epoch) for request in decoding]
         proposing = frozenset(request.handle for request in drafters)
-        self._flights.append(Flight(output, slots, rows_read, pieces, proposing, began, as_switched))
+        as_switched = drafted.as_switched and shape.drafting == bool(drafters)
+        self._flights.append(Flight(output, shape.slots, rows_read, chosen.pieces, proposing, began, as_switched))
         self.rounds += 1
         self.drafted_rounds += shape.drafting
         nodes = self.program.drafter.tree_nodes
-        self.rows += (slots * (nodes + 1) if nodes and drafters else shape.rows) + prefill
-        return True
+        self.rows += (shape.slots * (nodes + 1) if nodes and drafters else shape.rows) + shape.prefill
 
     def _reserve_decoding(self) -> list[Request]:
         """Decoding requests with room for this round's rows; where pages run out the least urgent requests give way."""
@@ -439,16 +442,11 @@ class Engine:
         return results
 
     def _read(self, flight: Flight) -> None:
-        output, results = flight.output, self._results(flight.output, flight.slots)
+        results = self._results(flight.output, flight.slots)
         seconds = self.drafting.time(flight, int(results.counts.sum()))
         if flight.pieces:
             self._prefill_speed.observe(seconds)
-        members = [piece.request for piece in flight.pieces] + [request for request, _ in flight.rows]
-        if any(request.params.logprobs is not None for request in members):
-            wanted = (output.logprobs, output.first_logprobs, output.prompt_logprobs)
-            round_logprobs, first_logprobs, of_prompts = self._host(wanted)
-        else:
-            round_logprobs = first_logprobs = of_prompts = None
+        round_logprobs, first_logprobs, of_prompts = read_logprobs(flight, self._host)
         for piece in flight.pieces:
             request = piece.request
             if request.epoch != piece.epoch or request.phase is Phase.ENDED:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -15,13 +14,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.decoding.parcel import Parcel
-from jaxspec.decoding.ragged import EngineState, Masks, Pending, RaggedOutput, RaggedProgram, Results
+from jaxspec.decoding.ragged import EngineState, RaggedOutput, RaggedProgram, Results, RoundInput
 from jaxspec.decoding.round import Weights
 from jaxspec.errors import InvariantError, problem
 from jaxspec.serving.requests import Shape
 from jaxspec.serving.round_inputs import RoundInputs
 
 _SPARE = 4  # reports of a size: those of the rounds in flight, and one
+
+
+def lower(step: Callable[..., Any], static: dict[str, Any], donate: tuple[int, ...], *arguments: Any) -> Any:
+    """A step (weights, state, …) -> (state, …), which takes the memory of the arguments `donate`, for the devices of
+    its arguments."""
+
+    def opened(*arguments: Any, **static: Any) -> Any:
+        return step(*(x.open() if isinstance(x, Parcel) else x for x in arguments), **static)
+
+    return jax.jit(opened, static_argnames=tuple(static), donate_argnums=donate).lower(*arguments, **static)
 
 
 def every_shape(
@@ -44,9 +53,17 @@ class Executables:
     `recycle` a round writes its report where one that was read lay: it allocates nothing that outlives it, so that
     whatever it allocates lies where it lay before."""
 
-    def __init__(self, program: RaggedProgram, shapes: list[Shape], inputs: RoundInputs, halves: bool, recycle: bool):
+    def __init__(
+        self,
+        program: RaggedProgram,
+        shapes: list[Shape],
+        inputs: RoundInputs,
+        halves: bool,
+        recycle: bool = False,
+        lower: Callable[..., Any] = lower,
+    ):
         self._program, self.shapes, self._inputs, self._halves = program, shapes, inputs, halves
-        self._recycle = recycle
+        self._recycle, self._lower_step = recycle, lower
         self._spare: dict[int, list[Any]] = collections.defaultdict(list)  # by words
         self.built: dict[str, Any] = {}  # by name
         self.confident = False  # whether rounds carry a confidence
@@ -76,7 +93,7 @@ class Executables:
 
         times = []
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            lowered = (named for shape in self.shapes for named in self._lower(shape, weights, state, observed))
+            lowered = (named for shape in self.shapes for named in self.lowered(shape, weights, state, observed))
             waiting = [pool.submit(build, *named) for named in lowered]
             try:
                 for done in concurrent.futures.as_completed(waiting):
@@ -90,15 +107,13 @@ class Executables:
                 raise
         return times
 
-    def run(
-        self, shape: Shape, weights: Weights, state: EngineState, inputs: Parcel
-    ) -> tuple[EngineState, RaggedOutput]:
+    def run(self, shape: Shape, weights: Weights, state: EngineState, inputs: Any) -> tuple[EngineState, RaggedOutput]:
         """`RaggedProgram.ragged_round`. Raises InvariantError for a shape that was not compiled, as the halves do."""
         program, report = self._named(str(shape)), None
         if self._recycle:
             words = Results.size(shape.slots, self._inputs.rows_each, self._inputs.pieces if shape.prefill else 0)
             spare = self._spare[words]
-            report = spare.pop() if spare else jax.device_put(np.zeros(words, np.int32), self._inputs.device)
+            report = spare.pop() if spare else self._inputs.home.put(np.zeros(words, np.int32))
         return program(weights, state, report, inputs)
 
     def give_back(self, output: RaggedOutput) -> None:
@@ -119,35 +134,27 @@ class Executables:
             raise InvariantError(problem("executable", name, "one that was compiled at start-up"))
         return self.built[name]
 
-    def _lower(
+    def lowered(
         self, shape: Shape, weights: Weights, state: EngineState, observed: Callable[[int], Any]
     ) -> Iterator[tuple[str, Any]]:
+        """The shape's programs by name, not compiled yet."""
         inputs = self._inputs.round(shape, observed=observed(shape.slots))
         static = {"rows": shape.rows, "drafting": shape.drafting}
 
-        program, names = self._program, tuple(static)
-
-        def whole(weights: Weights, state: EngineState, report: Any, inputs: Parcel, **static: Any) -> Any:
-            state, output = program.ragged_round(weights, state, inputs.open(), **static)
+        def whole_round(weights: Weights, state: EngineState, report: Any, inputs: RoundInput, **static: Any) -> Any:
+            state, output = self._program.ragged_round(weights, state, inputs, **static)
             if report is not None:
                 output = dataclasses.replace(output, words=report.at[:].set(output.words))
             return state, output
 
-        def begin(weights: Weights, state: EngineState, inputs: Parcel, **static: Any) -> Any:
-            return program.begin(weights, state, inputs.open(), **static)
-
-        def finish(weights: Weights, state: EngineState, pending: Pending, inputs: Parcel, masks: Masks) -> Any:
-            return program.finish(weights, state, pending, inputs.open(), masks)
-
         words = Results.size(shape.slots, self._inputs.rows_each, self._inputs.pieces if shape.prefill else 0)
         report = jax.ShapeDtypeStruct((words,), jnp.int32) if self._recycle else None
-        jit = functools.partial(jax.jit, static_argnames=names)
-        lowered = jit(whole, donate_argnums=(1, 2)).lower(weights, state, report, inputs, **static)
+        lowered = self._lower_step(whole_round, static, (1, 2), weights, state, report, inputs)
         self.confident |= lowered.out_info[1].confidence is not None
         yield str(shape), lowered
         if self._halves and not shape.bare:
-            first = jit(begin, donate_argnums=1).lower(weights, state, inputs, **static)
-            yield f"{shape}, first half", first
+            begin = self._lower_step(self._program.begin, static, (1,), weights, state, inputs)
+            yield f"{shape}, first half", begin
             masks = self._inputs.masks(shape)
-            second = jax.jit(finish, donate_argnums=1).lower(weights, *first.out_info, inputs, masks)
-            yield f"{shape}, second half", second
+            finish = self._lower_step(self._program.finish, {}, (1,), weights, *begin.out_info, inputs, masks)
+            yield f"{shape}, second half", finish

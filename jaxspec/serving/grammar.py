@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Int
 
-from jaxspec.errors import InvariantError, RequestError, problem
+from jaxspec.errors import ConfigError, InvariantError, RequestError, problem
 
 KINDS = ("json_schema", "regex", "ebnf")
 _CACHED = 32  # compiled grammars that are kept
@@ -32,6 +32,12 @@ class Grammar:
     kind: Literal["json_schema", "regex", "ebnf"]
     text: str
     marker: str = ""
+
+
+def check_grammars(rules: bool) -> None:
+    """Raises ConfigError for an engine that cannot serve grammars."""
+    if not rules:
+        raise ConfigError(problem("engine.grammar", expected="engine.rules to be on"))
 
 
 class GrammarCompiler:

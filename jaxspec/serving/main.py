@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxspec.config import ServeConfig, render
+from jaxspec.config import EngineSection, ServeConfig, render
 from jaxspec.errors import ConfigError, RequestError, problem
 from jaxspec.serving.facts import Facts, Loaded
 from jaxspec.serving.grammar import GrammarCompiler
@@ -19,12 +20,15 @@ from jaxspec.serving.progress import Stages
 from jaxspec.serving.server import Server
 from jaxspec.serving.text import TokenizerCodec
 
-__all__ = ["QUICKSTART_DRAFTER", "load", "run"]
+if TYPE_CHECKING:
+    from jaxspec.drafters.options import DraftOptions
+
+__all__ = ["ENGINE_KEYS", "QUICKSTART_DRAFTER", "draft_options", "load", "run"]
 
 # Where configs/quickstart.yaml exports what it trains. Only this path may be absent: another one is somebody's drafter.
 QUICKSTART_DRAFTER = "out/quickstart/drafter"
 # Keys of `engine` that the engine takes as they are.
-_ENGINE = (
+ENGINE_KEYS = (
     *("num_slots", "slot_buckets", "max_context", "prefill_chunk", "prefill_pieces", "page_size", "num_pages"),
     *("prefix_cache", "overlap", "acceptance", "confidence_threshold", "align", "min_verify_rows", "max_verify_rows"),
     *("pause_drafting", "rules", "max_logprobs"),
@@ -78,40 +82,58 @@ def load(config: ServeConfig, check: Callable[[], None], stages: Stages | None =
     `check` is called between the stages and may raise to leave. `instead` are the engine's own arguments in place of
     the config's.
     """
-    from jaxspec.checkpoints.drafting import DraftOptions, check_source, open_drafter
+    from jaxspec.checkpoints.drafting import check_source, open_drafter
 
     source = choose_drafter(config.drafter)
     if source is not None:
         check_source(source)  # a wrong path should not wait for the target
     from jaxspec.checkpoints.target import load_target
     from jaxspec.decoding.compilations import CacheHits
+    from jaxspec.parallel.mesh import placement
     from jaxspec.serving.cost import load_cost_table
     from jaxspec.serving.cost_origin import check_origin, origin
     from jaxspec.serving.engine import Engine
+    from jaxspec.serving.sharded import ShardedEngine
 
     _use_compilation_cache(config.compilation_cache)
     cost_file = None if config.engine.cost_table is None else Path(config.engine.cost_table)
     table = None if cost_file is None else load_cost_table(cost_file)
+    if table is not None and table.estimated:
+        say(f"engine.cost_table {cost_file} is a compiler's estimate, not a measurement")
+    mesh = config.mesh
+    place = placement(mesh.data, mesh.tensor) if mesh.data * mesh.tensor > 1 else None
+    if place is not None:
+        kind = place.mesh.devices.flat[0].device_kind
+        say(f"mesh: data={mesh.data} tensor={mesh.tensor}, the first {place.mesh.size} devices ({kind})")
     with stages or Stages(1 if source is None else 2) as progress:
         with progress.stage("loading the target"):
-            target = load_target(config.target.source, dtype=config.target.dtype)
+            target = load_target(
+                config.target.source,
+                dtype=config.target.dtype,
+                quantization=config.target.quantization,
+                placement=place,
+            )
             codec = _codec(target.directory)
         check()
         draft, engine = None, config.engine
         num_proposals = engine.num_proposals
         if source is not None:
-            options = DraftOptions(**{key.name: getattr(engine, key.name) for key in dataclasses.fields(DraftOptions)})
+            options = draft_options(engine)
             with progress.stage("loading the drafter"):
                 draft, num_proposals = open_drafter(source, target, options)
             check()
         if draft is not None and engine.sts_temperatures is not None:
             draft = dataclasses.replace(draft, drafter=_calibrated(draft.drafter, Path(engine.sts_temperatures)))
         grammars = _grammars(target, codec) if engine.grammar else None
-        arguments = {name: getattr(engine, name) for name in _ENGINE} | {"cost_table": table} | instead
-        runner = Engine(target, draft, num_proposals=num_proposals, codec=codec, grammars=grammars, **arguments)
+        arguments = {name: getattr(engine, name) for name in ENGINE_KEYS} | {"cost_table": table} | instead
+        build = Engine if place is None else functools.partial(ShardedEngine, placement=place)
+        runner: Any = build(target, draft, num_proposals=num_proposals, codec=codec, grammars=grammars, **arguments)
         made_for = None if draft is None else origin(target, draft, runner.num_proposals)
-        if cost_file is not None and made_for is not None and (line := check_origin(cost_file, made_for)):
-            say(line)
+        estimated = table is not None and table.estimated
+        if cost_file is not None and made_for is not None and not estimated:
+            line = check_origin(cost_file, made_for)
+            if line:
+                say(line)
 
         def compiled(name: str, seconds: float) -> None:
             progress.done(f"compiling {name}", seconds)
@@ -132,6 +154,13 @@ def load(config: ServeConfig, check: Callable[[], None], stages: Stages | None =
         num_proposals=runner.num_proposals,
     )
     return Loaded(runner, codec, facts, grammars, made_for)
+
+
+def draft_options(engine: EngineSection) -> DraftOptions:
+    """The keys of `engine` that a drafter answers to."""
+    from jaxspec.drafters.options import DraftOptions
+
+    return DraftOptions(**{key.name: getattr(engine, key.name) for key in dataclasses.fields(DraftOptions)})
 
 
 def _calibrated(drafter: Any, path: Path) -> Any:

@@ -17,6 +17,13 @@ from jaxspec.errors import ConfigError, InvariantError, problem
 TRASH = 0
 
 
+def check_pages(num_pages: int, least: int, max_context: int) -> None:
+    """Raises ConfigError for fewer pages than one request may need."""
+    if num_pages < least:
+        wanted = f"at least {least}, for max_context {max_context}"
+        raise ConfigError(problem("engine.num_pages", num_pages, wanted))
+
+
 class PageAllocator:
     """Reference counts over pages 1 … num_pages - 1. A page is free when nobody holds it."""
 

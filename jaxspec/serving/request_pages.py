@@ -30,6 +30,11 @@ class RequestPages:
         return self._allocator.capacity
 
     @property
+    def page_size(self) -> int:
+        """Rows of each."""
+        return self._allocator.page_size
+
+    @property
     def held(self) -> int:
         """Pages that requests or the prefix cache hold."""
         return self._allocator.capacity - self._allocator.free

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -119,6 +120,34 @@ class Piece:
 
 
 @dataclasses.dataclass(frozen=True)
+class Chosen:
+    """Who takes part in a round."""
+
+    decoding: list[Request]
+    pieces: list[Piece]
+
+    @property
+    def requests(self) -> list[Request]:
+        """All of them."""
+        return self.decoding + [piece.request for piece in self.pieces]
+
+    @property
+    def slots(self) -> int:
+        """Slots up to the last one of theirs."""
+        return max((1 + request.slot for request in self.requests), default=0)
+
+    @property
+    def constrained(self) -> bool:
+        """Whether a grammar's masks are needed."""
+        return any(request.constraint is not None for request in self.requests)
+
+    @property
+    def bare(self) -> bool:
+        """Whether a `bare` round can serve them."""
+        return all(request.bare for request in self.requests)
+
+
+@dataclasses.dataclass(frozen=True)
 class Metrics:
     """Counts since start-up, but for the pages, which are those of now. `rows` are the target's, padding included."""
 
@@ -132,6 +161,14 @@ class Metrics:
     rounds: int
     drafted_rounds: int
     rows: int
+
+
+def read_logprobs(flight: Flight, host: Callable[[Any], Any]) -> tuple[Any, Any, Any]:
+    """Of a round's tokens, of first tokens, and of prompts; read only where a request of the round asked for them."""
+    members = [piece.request for piece in flight.pieces] + [request for request, _ in flight.rows]
+    if not any(request.params.logprobs is not None for request in members):
+        return None, None, None
+    return host((flight.output.logprobs, flight.output.first_logprobs, flight.output.prompt_logprobs))
 
 
 def token_logprobs(request: Request, values: Any, where: Any, tokens: list[int]) -> list[TokenLogprob]:

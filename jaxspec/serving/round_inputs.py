@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -16,25 +16,66 @@ from jaxspec.decoding.processors import LogitRules, mask_words, rule_rows
 from jaxspec.decoding.ragged import Masks, PrefillRows, RaggedProgram, RoundInput, Rules
 from jaxspec.decoding.sampling import SlotSampling
 from jaxspec.drafters.base import Tree
-from jaxspec.serving.requests import Piece, Request, Shape
+from jaxspec.serving.drafting import Drafted
+from jaxspec.serving.requests import Chosen, Piece, Request, Shape
+
+
+class Home(Protocol):
+    """Where a round's inputs go."""
+
+    def inputs(self, shape: Shape, tree: RoundInput) -> Any:
+        """What an executable of the shape takes."""
+        ...
+
+    def put(self, tree: Any) -> Any:
+        """The same of a tree that is sent now and then."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Resident:
+    """One device, where a shape's parcels all lie at one address: a CUDA graph holds addresses, and is written anew,
+    node by node, for each that moved."""
+
+    device: Any
+    _there: dict[Shape, tuple[np.ndarray, Parcel]] = dataclasses.field(default_factory=dict)
+
+    def inputs(self, shape: Shape, tree: RoundInput) -> Parcel:
+        """The parcel on the device; nothing is sent where it is there already."""
+        parcel = Parcel.pack(tree)
+        words = np.asarray(parcel.words)
+        known, there = self._there.get(shape, (None, None))
+        if there is not None and known is not None and np.array_equal(known, words):
+            return there
+        place = jax.device_put(words, self.device) if there is None else there.words
+        moved = dataclasses.replace(parcel, words=_overwrite(place, jax.device_put(words, self.device)))
+        self._there[shape] = words, moved
+        return moved
+
+    def put(self, tree: Any) -> Any:
+        """On the device."""
+        return jax.device_put(tree, self.device)
 
 
 @dataclasses.dataclass(frozen=True)
 class RoundInputs:
-    """Builds them for one program and device. `chunk` rows hold up to `pieces` prompts; a round may write `written`
-    rows for a request, of which `rows_each` (m + 1) can become history."""
+    """Builds them for one program and `home`. `chunk` rows hold up to `pieces` prompts; a round
+    may write `written` rows for a request, of which `rows_each` (m + 1) can become history."""
 
     program: RaggedProgram
     chunk: int
     pieces: int
     rows_each: int
     written: int
-    device: Any
-    _resident: dict[Shape, tuple[np.ndarray, Parcel]] = dataclasses.field(default_factory=dict)
+    home: Home
 
     @property
     def _vocab(self) -> int:
         return self.program.decoder.config.vocab_size
+
+    def of(self, shape: Shape, chosen: Chosen, drafted: Drafted, observed: np.ndarray | None) -> Any:
+        """`round` of who was chosen, and what of theirs is drafted."""
+        return self.round(shape, chosen.decoding, drafted.drafters, chosen.pieces, drafted.budget, observed)
 
     def round(
         self,
@@ -44,9 +85,9 @@ class RoundInputs:
         pieces: Sequence[Piece] = (),
         budget: int = 0,
         observed: np.ndarray | None = None,
-    ) -> Parcel:
-        """`RoundInput` of who decodes, who of them drafts, and whose prompts run, on the device; `observed` [R, m] as
-        in `RoundInput.confidence`. The parcel before it, of the same shape, is no more."""
+    ) -> Any:
+        """`RoundInput` of who decodes, who of them drafts, and whose prompts run, at home; `observed` [R, m] as
+        in `RoundInput.confidence`. What was there before it, of the same shape, is no more."""
         slots = shape.slots
         zeros = lambda dtype=np.int32: np.zeros(slots, dtype)  # noqa: E731
         alive, pinned, logprobs = zeros(bool), zeros(bool), zeros(bool)
@@ -74,26 +115,13 @@ class RoundInputs:
             alive[request.slot] = True
         for request in drafters:
             proposals[request.slot] = self.rows_each - 1
-        sampling: Any = SlotSampling(temperature, top_k, top_p, min_p)
-        if shape.bare:
-            sampling = dataclasses.replace(sampling, top_k=None, top_p=None)
+        sampling = SlotSampling(temperature, None if shape.bare else top_k, None if shape.bare else top_p, min_p)
         inputs = RoundInput(
-            alive, table, limits, proposals, pinned, np.int32(budget), seeds, samples, sampling,
-            None if shape.bare else logprobs, observed, rules, self._prefill_rows(pieces) if shape.prefill else None,
+            alive, table, limits, proposals, pinned, np.int32(budget), seeds, samples,
+            sampling, None if shape.bare else logprobs, observed, rules,
+            self._prefill_rows(pieces) if shape.prefill else None,
         )  # fmt: skip
-        return self._placed(shape, Parcel.pack(inputs))
-
-    def _placed(self, shape: Shape, parcel: Parcel) -> Parcel:
-        """The parcel on the device, nothing sent where it is there already. A shape's parcels all lie at one address:
-        a CUDA graph holds addresses, and is written anew, node by node, where one changed."""
-        words = np.asarray(parcel.words)
-        known = self._resident.get(shape)
-        if known is not None and np.array_equal(known[0], words):
-            return known[1]
-        place = jax.device_put(words, self.device) if known is None else known[1].words
-        moved = dataclasses.replace(parcel, words=_overwrite(place, jax.device_put(words, self.device)))
-        self._resident[shape] = words, moved
-        return moved
+        return self.home.inputs(shape, inputs)
 
     def _prefill_rows(self, pieces: Sequence[Piece]) -> PrefillRows:
         tokens, following = np.zeros(self.chunk, np.int32), np.zeros(self.chunk, np.int32)
@@ -136,7 +164,7 @@ class RoundInputs:
         for piece in pieces:
             if piece.final and piece.request.constraint is not None:
                 first[piece.index] = piece.request.constraint.masks([])[0, :words]
-        return jax.device_put(Masks(rows, first), self.device)
+        return self.home.put(Masks(rows, first))
 
 
 @functools.partial(jax.jit, donate_argnums=0)

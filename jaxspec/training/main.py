@@ -120,7 +120,7 @@ def _anchor_attention(config: TrainConfig, placement: Placement) -> str:
 def _prepare(config: TrainConfig, target: Target | None, reporter: Reporter) -> _Run:
     """Everything that can be wrong with the inputs, before anything is written."""
     check_export_folder(_export_folder(config))
-    target = target or load_target(config.target.source, config.target.dtype)
+    target = target or load_target(config.target.source, config.target.dtype, quantization=config.target.quantization)
     if config.drafter.source is None:
         draft = Draft(fresh_drafter(config, target.config), None)
     else:
