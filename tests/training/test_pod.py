@@ -92,7 +92,7 @@ def test_two_processes_equal_one_stop_together_and_go_on(tmp_path):
 
 
 def test_a_cluster_that_is_not_there_is_one_error():
-    with pytest.raises(ConfigError, match=r"mesh\.coordinator: found auto"):
+    with pytest.raises(ConfigError, match=r"mesh\.coordinator: auto"):
         pod.join(TrainMeshSection(coordinator="auto"))
 
 
