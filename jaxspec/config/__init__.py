@@ -18,6 +18,7 @@ from jaxspec.config.train import (
     RunSection,
     TargetSection,
     TrainConfig,
+    TrainMeshSection,
 )
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "ServerSection",
     "TargetSection",
     "TrainConfig",
+    "TrainMeshSection",
     "add_help",
     "build",
     "describe",

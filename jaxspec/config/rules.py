@@ -69,7 +69,7 @@ def fill_train(data: Any) -> Any:
     """Adds absent optional sections and the objective's defaults, which depend on the drafter."""
     if not isinstance(data, Mapping):
         return data
-    filled = {"objective": {}, "optimizer": {}, **data}
+    filled = {"objective": {}, "optimizer": {}, "mesh": {}, **data}
     drafter, objective = fill_drafter(filled.get("drafter")), filled["objective"]
     if not isinstance(drafter, Mapping) or not isinstance(objective, Mapping):
         return filled

@@ -144,6 +144,22 @@ class OptimizerSection(Section):
     accumulation: int = key(1, "micro-steps of a step", ge=1)
 
 
+class TrainMeshSection(Section):
+    """The devices: data x fsdp x tensor of them."""
+
+    data: int = key(0, "parts of the batch; 0 takes as many devices as there are and divide the batch", ge=0)
+    fsdp: int = key(1, "parts of the parameters and moments; the batch is split over them too", ge=1)
+    tensor: int = key(1, "parts of heads, MLP width and vocabulary", ge=1)
+    coordinator: str | None = key(
+        None,
+        "several processes train as one: host:port of process 0, or auto on a cluster",
+        min_length=1,
+    )
+    num_processes: int | None = key(None, "how many; auto knows", ge=1)
+    process_id: int | None = key(None, "which of them this one is; auto knows", ge=0)
+    topology: str | None = key(None, "TPU topology that --plan compiles for, such as v5p:2x4x4", min_length=1)
+
+
 class RunSection(Section):
     """Length, directory, saving and logging of a run."""
 
@@ -175,6 +191,7 @@ class TrainConfig(Section):
     objective: ObjectiveSection
     data: DataSection
     optimizer: OptimizerSection
+    mesh: TrainMeshSection
     run: RunSection
 
     @model_validator(mode="before")

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.parallel.training import batch_shards
+
 DPACE = ("dpace", "dpace-cumulative-confidence-only", "dpace-continuation-value-only")
 
 
@@ -65,23 +67,28 @@ def weighted_sum(values: Float[Array, "*t"], weights: Float[Array, "*t"]) -> Flo
 
 
 def in_chunks(per_token: Callable[..., Any], chunk: int, *blocks: Float[Array, "B N ..."]) -> Any:
-    """Applies `per_token` to slices of `chunk` blocks with rematerialisation, so that no [B x N x block x V] array
-    exists.
+    """Applies `per_token` to slices of about `chunk` blocks with rematerialisation, so that no [B x N x block x V]
+    array exists. A slice takes as many blocks of every sequence, so that devices which share the batch share each
+    slice; `chunk` counts those of one device.
 
     Every argument has leading axes [B, N]; so has every output. chunk <= 0 takes them all at once. The result does not
     depend on the chunk.
     """
     batch, count = blocks[0].shape[:2]
-    flat = [x.reshape(batch * count, *x.shape[2:]) for x in blocks]
-    if chunk <= 0 or chunk >= batch * count:
-        out = per_token(*flat)
-    else:
-        pieces = -(-batch * count // chunk)
-        pad = pieces * chunk - batch * count
-        split = [jnp.pad(x, [(0, pad)] + [(0, 0)] * (x.ndim - 1)).reshape(pieces, chunk, *x.shape[1:]) for x in flat]
-        out = jax.lax.map(jax.checkpoint(lambda xs: per_token(*xs)), tuple(split))
-        out = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[: batch * count], out)
-    return jax.tree.map(lambda x: x.reshape(batch, count, *x.shape[1:]), out)
+    each = count if chunk <= 0 else max(1, min(count, chunk * batch_shards() // batch))
+    rows = lambda x: x.reshape(-1, *x.shape[2:])  # noqa: E731
+    whole = lambda x: x.reshape(batch, -1, *x.shape[1:])  # noqa: E731
+    if each == count:
+        return jax.tree.map(whole, per_token(*map(rows, blocks)))
+    pieces = -(-count // each)
+
+    def split(x: Array) -> Array:
+        x = jnp.pad(x, [(0, 0), (0, pieces * each - count)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(batch, pieces, each, *x.shape[2:]), 1, 0)
+
+    one = jax.checkpoint(lambda xs: jax.tree.map(whole, per_token(*map(rows, xs))))
+    out = jax.lax.map(one, tuple(map(split, blocks)))
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, -1, *x.shape[3:])[:, :count], out)
 
 
 def contiguous(mask: Bool[Array, "*b block"]) -> Bool[Array, "*b block"]:

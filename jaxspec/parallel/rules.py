@@ -29,7 +29,16 @@ _PARAMETERS: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"mlp\.(gate|up)_proj\.bias", ("mlp",)),
     (r"mlp\.down_proj\.weight", (None, "mlp")),
     (r"(embed_tokens|lm_head|markov_w1|markov_w2)\.weight", ("vocab", None)),
+    (r"shared\.(embedding|head)", ("vocab", None)),
 )
+
+
+def logical_axes(name: str) -> tuple[str | None, ...] | None:
+    """Of the tensor of a dotted name, or of a quantised one's parts; None for what is whole everywhere."""
+    for pattern, axes in _PARAMETERS:
+        if re.search(rf"(^|\.){pattern}(\.(qvalue|scale))?$", name):
+            return axes
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,15 +65,12 @@ class ServingRules:
 
     def parameter(self, name: str, shape: Sequence[int]) -> PartitionSpec:
         """Of the tensor of a dotted name. A quantised weight's scales follow it along the axis that they have."""
-        for pattern, axes in _PARAMETERS:
-            if re.search(rf"(^|\.){pattern}(\.(qvalue|scale))?$", name):
-                split = [axis and getattr(self, axis) for axis in axes]
-                return PartitionSpec(*(None if size == 1 else one for size, one in zip(shape, split, strict=True)))
-        return PartitionSpec()
+        split = [axis and getattr(self, axis) for axis in logical_axes(name) or ()]
+        return PartitionSpec(*(None if size == 1 else one for size, one in zip(shape, split, strict=bool(split))))
 
     def parameters(self, params: Any) -> Any:
         """A PartitionSpec for each leaf of a parameter tree."""
-        return jax.tree_util.tree_map_with_path(lambda path, leaf: self.parameter(_dotted(path), leaf.shape), params)
+        return jax.tree_util.tree_map_with_path(lambda path, leaf: self.parameter(dotted(path), leaf.shape), params)
 
     def pools(self, state: Any, num_pages: int, page_size: int) -> Any:
         """Of caches: arrays [pages, page, 2 x kv heads, D] by their K/V heads; what else a drafter keeps is whole."""
@@ -76,7 +82,8 @@ class ServingRules:
         return jax.tree.map(spec, state)
 
 
-def _dotted(path: Sequence[Any]) -> str:
+def dotted(path: Sequence[Any]) -> str:
+    """A tree path as a parameter's name."""
     names = (getattr(part, "key", getattr(part, "idx", getattr(part, "name", None))) for part in path)
     return ".".join(str(name) for name in names)
 

@@ -16,8 +16,9 @@ import jax
 
 from jaxspec.config import RunSection
 from jaxspec.errors import JaxspecError, problem
+from jaxspec.training import pod
 from jaxspec.training.checkpoint import Checkpoints
-from jaxspec.training.metrics import MetricsWriter, Window
+from jaxspec.training.metrics import MetricsWriter, NoWriter, Window
 from jaxspec.training.pipeline import BATCH_FIELDS, Batches
 from jaxspec.training.progress import Reporter
 from jaxspec.training.signals import StopRequest
@@ -62,7 +63,7 @@ class Loop:
     placement: Placement
     batches: Batches
     checkpoints: Checkpoints
-    writer: MetricsWriter
+    writer: MetricsWriter | NoWriter
     reporter: Reporter
     stop: StopRequest
     total_steps: int | None
@@ -110,11 +111,12 @@ class Loop:
         return self._before + time.perf_counter() - self._begin
 
     def _ends(self, step: int) -> str | None:
-        if self.stop.name is not None:
-            return self.stop.name
+        stop, seconds = pod.agreed(self.stop.name is not None, self.seconds())
+        if stop:
+            return self.stop.name or "a signal to another process"
         if self.total_steps is not None and step >= self.total_steps:
             return "steps"
-        return "seconds" if self.config.seconds is not None and self.seconds() >= self.config.seconds else None
+        return "seconds" if self.config.seconds is not None and seconds >= self.config.seconds else None
 
     def _log(self, window: Window, step: int) -> dict[str, float]:
         count = len(window)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from rich.console import Console
 
 from jaxspec.checkpoints.drafter import Draft, check_export_folder, load_drafter, save_drafter
 from jaxspec.checkpoints.target import Target, load_target
@@ -24,18 +26,18 @@ from jaxspec.models.layers import stack_layers
 from jaxspec.training import directory as run_directory
 from jaxspec.training import fingerprint as fp
 from jaxspec.training import optimizer as opt
+from jaxspec.training import pod
 from jaxspec.training.anchors import any_anchor
 from jaxspec.training.build import fresh_drafter, initial_params, warm_start, with_objective
 from jaxspec.training.checkpoint import Checkpoints
 from jaxspec.training.data import Examples, load_examples
 from jaxspec.training.loop import Loop, Outcome
-from jaxspec.training.metrics import MetricsWriter
+from jaxspec.training.metrics import MetricsWriter, NoWriter
 from jaxspec.training.pipeline import BATCH_FIELDS, Batches, padded_length, steps_per_epochs
 from jaxspec.training.progress import Reporter
 from jaxspec.training.signals import StopRequest, stop_requests
-from jaxspec.training.state import Placement, abstract, create
-from jaxspec.training.step import Frozen, StepSpec, compile_step
-from pallas_kernels.anchor_attention.api import use_implementation
+from jaxspec.training.state import Placement, abstract, choose, create
+from jaxspec.training.step import Frozen, StepSpec, attention_over, compile_step
 
 __all__ = ["Evaluate", "run"]
 
@@ -75,7 +77,7 @@ def run(
       evaluate: called once as evaluate(target, drafter, shared); what it returns is called with the drafter's float32
         parameters every `run.eval_every` steps and gives numbers for the log. It must not keep the parameters.
       reporter: prints; a bar on a terminal, lines elsewhere, when None.
-      devices: the batch is split over them, everything else is on each; the first device when None.
+      devices: what `config.mesh` is made of; all that jax sees when None.
 
     Returns:
       report: status ("finished", "stopped" or "already finished"), reason, step, resumed_from, seconds, tokens, export,
@@ -86,40 +88,44 @@ def run(
       first four unless the run had begun.
       TrainingError: there is nothing in the data to learn from, or no gradient is a number.
     """
-    reporter = reporter or Reporter()
+    reporter = reporter or Reporter(None if pod.chief() else Console(quiet=True))
     with stop_requests() as stop:
         place = Path(config.run.directory)
-        run_directory.check(place, config.run.fresh)
+        if pod.chief():
+            run_directory.check(place, config.run.fresh)
+        placement = choose(config.mesh, config.optimizer.batch_size, devices or jax.devices())
         prepared = _prepare(config, target, reporter)
-        with run_directory.locked(place), run_directory.writing(place):
-            moved = run_directory.prepare(place, config.run.fresh)
+        lock = run_directory.locked(place) if pod.chief() else contextlib.nullcontext()
+        with lock, run_directory.writing(place):
+            moved = run_directory.prepare(place, config.run.fresh) if pod.chief() else None
             if moved is not None:
                 reporter.say(f"run.fresh: the earlier run was moved to {moved}")
             reporter.say("resolved config:\n" + render(config))
+            pod.together("the run directory is there")
             checkpoints = Checkpoints(place / "checkpoints", config.run.keep)
-            placement = Placement.of(devices)
             try:
-                with use_implementation(_anchor_attention(config, placement)):
+                with attention_over(_anchor_attention(config, placement)):
                     report = _train(prepared, checkpoints, evaluate, stop, placement)
             finally:
                 checkpoints.close()
-            run_directory.write_atomically(place / "report.json", json.dumps(report, indent=1) + "\n")
+            if pod.chief():
+                run_directory.write_atomically(place / "report.json", json.dumps(report, indent=1) + "\n")
+            pod.together("the report is there")
         return report
 
 
 def _anchor_attention(config: TrainConfig, placement: Placement) -> str:
-    """The kernels run on one device; several of them, and a CPU, take the reference."""
-    asked, devices = config.run.anchor_attention, placement.mesh.devices
-    if asked == "auto":
-        return "reference" if devices.size > 1 or devices.flat[0].platform == "cpu" else "auto"
-    if asked != "reference" and devices.size > 1:
-        raise ConfigError(problem("run.anchor_attention", asked, f"auto or reference on {devices.size} devices"))
-    return asked
+    """A CPU has no kernel of its own: `auto` is the reference there."""
+    asked = config.run.anchor_attention
+    return "reference" if asked == "auto" and placement.mesh.devices.flat[0].platform == "cpu" else asked
 
 
 def _prepare(config: TrainConfig, target: Target | None, reporter: Reporter) -> _Run:
     """Everything that can be wrong with the inputs, before anything is written."""
-    check_export_folder(_export_folder(config))
+    if config.run.eval_every and jax.process_count() > 1:
+        raise ConfigError(problem("run.eval_every", config.run.eval_every, "0 where several processes train"))
+    if pod.chief():
+        check_export_folder(_export_folder(config))
     target = target or load_target(config.target.source, config.target.dtype, quantization=config.target.quantization)
     if config.drafter.source is None:
         draft = Draft(fresh_drafter(config, target.config), None)
@@ -203,13 +209,14 @@ def _train(
         if run.draft.params is not None
         else initial_params(run.draft.drafter, key, jnp.float32, run.examples)
     )
-    state = jax.device_put(create(params, run.spec.optimizer, key), placement.replicated)
+    state = placement.put(create(params, run.spec.optimizer, key))
     if step is not None:
-        state = checkpoints.restore(step, abstract(state), placement.replicated)
+        state = checkpoints.restore(step, abstract(state), placement.shardings(state))
     goal = f" of {run.total_steps}" if run.total_steps else ""
     origin = "starting at step 0" if step is None else f"resuming from the checkpoint at step {step}"
     reporter.say(f"{origin}{goal} in {place}")
-    run_directory.write_atomically(place / "config.yaml", render(config))
+    if pod.chief():
+        run_directory.write_atomically(place / "config.yaml", render(config))
     shared = run.draft.shared(run.target)
     if step is not None and _is_finished(step, before["seconds"], run):
         reached = ["seconds"] if run.total_steps is None or step < run.total_steps else ["steps", "epochs"]
@@ -268,7 +275,7 @@ def _loop(
 ) -> Outcome:  # fmt: skip
     config, place = run.config, Path(run.config.run.directory)
     rows = (config.optimizer.accumulation, config.optimizer.batch_size)
-    frozen = jax.device_put(Frozen(run.target.params, shared), placement.replicated)
+    frozen = placement.put(Frozen(run.target.params, shared))
     shapes = {"input_ids": (*rows, run.seq_len), "loss_mask": (*rows, run.seq_len), "example_ids": rows, "epochs": rows}
     kinds = {name: jnp.bool_ if name == "loss_mask" else jnp.int32 for name in BATCH_FIELDS}
     batch = {name: jax.ShapeDtypeStruct(shapes[name], kinds[name]) for name in BATCH_FIELDS}
@@ -276,9 +283,9 @@ def _loop(
     compiled = compile_step(run.spec, state, frozen, batch, placement)
     run.reporter.say(
         f"step compiled in {time.perf_counter() - started:.1f} s: {rows[0]} x {rows[1]} sequences of {run.seq_len}, "
-        f"{config.data.num_anchors} anchors each, on {placement.mesh.size} {placement.mesh.devices.flat[0].platform}"
+        f"{config.data.num_anchors} anchors each, on {placement}"
     )
-    writer = MetricsWriter(place, config.run.tensorboard, step)
+    writer = MetricsWriter(place, config.run.tensorboard, step) if pod.chief() else NoWriter()
     hook = evaluate(run.target, run.draft.drafter, shared) if evaluate is not None and config.run.eval_every else None
     loop = Loop(
         config.run, compiled, frozen, placement, batches, checkpoints, writer, run.reporter, stop, run.total_steps,
@@ -297,13 +304,16 @@ def _export_folder(config: TrainConfig) -> Path:
 def _export(run: _Run, outcome: Outcome) -> Path:
     """Write the drafter in its public format; one that is there from an earlier end of this run stays."""
     folder = _export_folder(run.config)
+    params = pod.gathered(outcome.state.params)
+    if not pod.chief():
+        return folder
     report = Path(run.config.run.directory) / "report.json"
     earlier = json.loads(report.read_text()).get("export") if report.is_file() else None
     there = (folder / "config.json").is_file() and earlier is not None and Path(earlier).resolve() == folder.resolve()
     if outcome.reason == "already finished" and there:
         run.reporter.say(f"drafter: {folder}")
         return folder
-    draft = dataclasses.replace(run.draft, params=jax.device_get(outcome.state.params))
+    draft = dataclasses.replace(run.draft, params=params)
     save_drafter(folder, draft, dtype=run.config.drafter.dtype)
     run.reporter.say(f"drafter exported to {folder}")
     return folder

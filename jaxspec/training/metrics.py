@@ -22,7 +22,7 @@ import numpy as np
 from jaxspec.training.directory import write_atomically
 from jaxspec.training.step import METRIC_PREFIX
 
-__all__ = ["MetricsWriter", "Window"]
+__all__ = ["MetricsWriter", "NoWriter", "Window"]
 
 
 class Window:
@@ -126,3 +126,13 @@ def _step_of(line: str) -> float:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return math.inf
+
+
+class NoWriter:
+    """Where another process writes."""
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""

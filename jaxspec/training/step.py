@@ -14,6 +14,7 @@ It costs one more drafter forward and the features of A micro-batches; with A = 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -26,12 +27,15 @@ import optax
 from jaxspec.drafters.base import Batch, Drafter, Shared, Terms
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import cast, join_trainable, split_trainable
+from jaxspec.parallel.rules import TENSOR
+from jaxspec.parallel.training import BATCH
 from jaxspec.training import optimizer as opt
 from jaxspec.training.anchors import AnchorRule, anchor_uniforms, sample_anchors, supervised_anchors
 from jaxspec.training.features import capture
 from jaxspec.training.state import Placement, TrainState, abstract
+from pallas_kernels.anchor_attention.api import use_implementation
 
-__all__ = ["Frozen", "StepSpec", "compile_step", "gradients", "split_terms", "train_step"]
+__all__ = ["Frozen", "StepSpec", "attention_over", "compile_step", "gradients", "split_terms", "train_step"]
 
 METRIC_PREFIX = "metric/"
 _ANCHORS, _LOSS = 0, 1  # purposes folded into the run's key
@@ -190,20 +194,26 @@ def train_step(
     }
 
 
+def attention_over(name: str, interpret: Any = False) -> contextlib.AbstractContextManager[None]:
+    """Selects the attention of the drafter's blocks, each device running the kernel on its share of the mesh."""
+    return use_implementation(name, interpret, batch_axes=BATCH, head_axis=TENSOR)
+
+
 def compile_step(
     spec: StepSpec, state: Any, frozen: Any, batch: Any, placement: Placement
 ) -> Callable[[TrainState, Frozen, dict[str, jax.Array]], tuple[TrainState, dict[str, Any]]]:
     """Compile the step ahead of time; the result takes these shapes and placements only, so it can never compile again.
 
     Args:
-      state, frozen, batch: arrays or abstract ones. State and frozen are placed on every device, the batch is split.
+      state, frozen, batch: arrays or abstract ones, placed as `placement` says.
     """
-    replicated = placement.replicated
+    states = placement.shardings(state)
 
     def step(state: TrainState, frozen: Frozen, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, Any]]:
         return train_step(spec, state, frozen, batch)
 
-    jitted = jax.jit(step, donate_argnums=0, out_shardings=(replicated, replicated))
-    return jitted.lower(
-        abstract(state, replicated), abstract(frozen, replicated), abstract(batch, placement.rows)
-    ).compile()
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(states, placement.replicated))
+    with jax.sharding.use_abstract_mesh(placement.mesh.abstract_mesh):  # what is traced may ask for its size
+        return jitted.lower(
+            abstract(state, states), abstract(frozen, placement.shardings(frozen)), abstract(batch, placement.rows)
+        ).compile()

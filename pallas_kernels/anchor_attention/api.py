@@ -6,11 +6,13 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import tuning
@@ -27,20 +29,25 @@ log = logging.getLogger(__name__)
 class _Selection:
     name: str = "reference"
     interpret: Any = False
+    batch_axes: tuple[str, ...] = ()
+    head_axis: str | None = None
 
 
 _selected = _Selection()
 
 
 @contextlib.contextmanager
-def use_implementation(name: str, interpret: Any = False) -> Iterator[None]:
+def use_implementation(
+    name: str, interpret: Any = False, batch_axes: tuple[str, ...] = (), head_axis: str | None = None
+) -> Iterator[None]:
     """Selects what calls without an `implementation` run, for the whole process. `interpret` is pallas_call's, for
-    "tpu" on a machine without one.
+    "tpu" on a machine without one. In a program that is traced under a mesh with these axes every device runs the
+    kernel on its own sequences and heads; a compiler cannot split a kernel by itself.
 
     A compiled program does not know what it was traced with, so jax's caches are cleared on both ends of a change.
     """
     global _selected
-    before, wanted = _selected, _Selection(_known(name), interpret)
+    before, wanted = _selected, _Selection(_known(name), interpret, batch_axes, head_axis)
     if wanted == before:
         yield
         return
@@ -57,6 +64,10 @@ def _known(name: str) -> str:
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation: found {name!r}, expected one of {', '.join(IMPLEMENTATIONS)}")
     return name
+
+
+def _selection(implementation: str | None) -> _Selection:
+    return _selected if implementation is None else dataclasses.replace(_selected, name=_known(implementation))
 
 
 def tuned_tpu(q: Array, keys: Keys, interpret: Any = False) -> Kernels:
@@ -118,8 +129,20 @@ def _kernels(selection: _Selection, q: Array, keys: Keys) -> Kernels | None:
     return kernels
 
 
-def _attend(kernels: Kernels, q: Array, keys: Keys, ranges: Ranges) -> Array:
-    return ranged_attention(kernels, q, keys, ranges)[0]
+def _attend(selection: _Selection, kernels: Kernels, q: Array, keys: Keys, ranges: Ranges) -> Array:
+    def own(q: Array, keys: Keys, ranges: Ranges) -> Array:
+        return ranged_attention(kernels, q, keys, ranges)[0]
+
+    mesh = jax.sharding.get_abstract_mesh()
+    batch = tuple(axis for axis in selection.batch_axes if axis in mesh.axis_names)
+    heads = selection.head_axis if selection.head_axis in mesh.axis_names else None
+    if heads is not None and keys.context_k.shape[2] % mesh.shape[heads]:
+        heads = None  # K/V heads that the devices cannot share out are on each of them
+    if math.prod(mesh.shape[axis] for axis in (*batch, *filter(None, [heads]))) == 1:
+        return own(q, keys, ranges)
+    arrays, numbers = P(batch, None, heads), P(batch)
+    specs = arrays, Keys(*[arrays] * 4), Ranges(*[numbers] * 4)
+    return jax.shard_map(own, in_specs=specs, out_specs=arrays, check_vma=False)(q, keys, ranges)
 
 
 def anchor_attention(
@@ -144,7 +167,7 @@ def anchor_attention(
 
     Raises ValueError for a name that does not exist and for operands that the named implementation does not take.
     """
-    selection = _selected if implementation is None else _Selection(_known(implementation), _selected.interpret)
+    selection = _selection(implementation)
     batch, count, block = q.shape[:3]
     rows = lambda x: x.reshape(batch, count * block, *x.shape[3:])  # noqa: E731
     keys = Keys(context_k, context_v, rows(block_k), rows(block_v))
@@ -153,7 +176,7 @@ def anchor_attention(
         operands = (q, context_k, context_v, block_k, block_v, anchors, keep)
         return reference.anchor_attention(*operands, window, causal, inner_window, starts)
     ranges = block_ranges(anchors, keep, block, context_k.shape[1], window, causal, inner_window, starts)
-    return _attend(kernels, rows(q), keys, ranges).reshape(q.shape)
+    return _attend(selection, kernels, rows(q), keys, ranges).reshape(q.shape)
 
 
 def lookahead_attention(
@@ -169,10 +192,10 @@ def lookahead_attention(
 ) -> Float[Array, "B S heads D"]:
     """See `reference.lookahead_attention`; implementation as in `anchor_attention`. Every row is a block of its own
     whose context ends behind itself."""
-    selection = _selected if implementation is None else _Selection(_known(implementation), _selected.interpret)
+    selection = _selection(implementation)
     batch, rows, steps = own_k.shape[:3]
     keys = Keys(first_k, first_v, *(x.reshape(batch, rows * steps, *x.shape[3:]) for x in (own_k, own_v)))
     kernels = _kernels(selection, q, keys)
     if kernels is None:
         return reference.lookahead_attention(q, first_k, first_v, own_k, own_v, index, lengths)
-    return _attend(kernels, q, keys, lookahead_ranges(batch, rows, steps, index, lengths))
+    return _attend(selection, kernels, q, keys, lookahead_ranges(batch, rows, steps, index, lengths))
