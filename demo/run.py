@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -39,6 +40,7 @@ from jaxspec.serving.client import Client
 from jaxspec.training.build import fresh_drafter, initial_params
 from jaxspec.training.data import load_examples
 from jaxspec.training.overlap import find_overlap
+from pallas_kernels.bench import commit
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "out" / "demo"
@@ -93,6 +95,11 @@ def main(seconds: float) -> int:
 
     identical = served["none"]["answers"] == served["drafter"]["answers"]
     report = {
+        "command": "make demo",
+        "commit": commit(),
+        "seed": config.run.seed,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
+        f"jax {jax.__version__}",
         "tau_before": before.tau,
         "tau_after": after.tau,
         "tau_after_95_percent": [after.low, after.high],

@@ -64,7 +64,7 @@ def _open(source: str, target: Target, dtype: Any, cache_dir: Any) -> Draft:
     if _is_method(source):
         drafter = drafter_by_name(source, target.config)
         return Draft(drafter, {}, source=source)
-    path = locate(source, cache_dir).path
+    path = locate(source, cache_dir, "drafter").path
     if path.is_file() or EMBEDDING in TensorFolder(path).names():
         return _small_model(source, target, dtype, cache_dir)
     return load_drafter(source, target, dtype, cache_dir)

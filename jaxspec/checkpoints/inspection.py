@@ -103,7 +103,7 @@ def inspect(source: str | os.PathLike[str], target: ModelConfig | None = None) -
     Raises CheckpointError for an unreadable folder and ConfigError for a config that no method reads. Tensors that do
     not fit are no error here: they are listed.
     """
-    directory = locate(source).path
+    directory = locate(source, field="drafter").path
     if directory.is_file():
         raise CheckpointError(f"{directory}: found a file, expected a drafter's folder (config.json and *.safetensors)")
     config, folder = read_config(directory), TensorFolder(directory)
@@ -174,7 +174,7 @@ def target_config(source: str | os.PathLike[str]) -> tuple[ModelConfig, Path]:
     """A target's config and folder, without its weights. A GGUF file is converted once into the cache."""
     from jaxspec.checkpoints.cache import converted_gguf
 
-    path = locate(source).path
+    path = locate(source, field="target").path
     directory = converted_gguf(path, None) if path.is_file() else path
     try:
         return ModelConfig.from_hf(read_config(directory)), directory

@@ -265,6 +265,9 @@ def _print_fields(client: Client, args: argparse.Namespace) -> int:
 
 def _print_answer(client: Client, args: argparse.Namespace) -> int:
     prompt: Prompt
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(args, name) is not None and not args.json:
+            raise RequestError(problem(f"--{name.replace('_', '-')}", "no --json", "it, which shows them"))
     if args.system is not None and args.chat is None:
         raise RequestError("--system: found a system turn, expected --chat with it")
     if args.chat is not None:

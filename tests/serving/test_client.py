@@ -149,6 +149,8 @@ def test_command_sends_rules_and_refuses_what_is_no_rule(command, tmp_path):
     assert code == 0 and json.loads(out)["token_ids"] == expected_answer([1, 2], 4)
     for arguments, word in [
         (["--logit-bias", "3"], "--logit-bias"),
+        (["--logprobs", "2"], "--logprobs: no --json"),
+        (["--prompt-logprobs", "2"], "--prompt-logprobs: no --json"),
         (["--marker", "x"], "--grammar"),
         (["--grammar", "abnf", "x"], "--grammar"),
         (["--grammar", "regex", f"@{tmp_path / 'absent'}"], "absent"),
