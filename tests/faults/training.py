@@ -59,7 +59,7 @@ TRAINING = [
     ),
     Mutant(
         "rows-of-zeros-are-not-counted",
-        "jaxspec/training/data.py",
+        "jaxspec/training/collect.py",
         "        stats.empty += not has_anchor\n",
         "",
         ("tests/training/test_data.py",),
