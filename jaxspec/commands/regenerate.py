@@ -66,7 +66,7 @@ def main(args: argparse.Namespace) -> int:
                 partial_path(args.out).unlink(missing_ok=True)
         account = None if args.force else finished(args.out, make.record)
         if account is None:
-            with Journal(args.out, make.record) as journal, _progress(total, len(journal.done)) as watch:
+            with Journal(args.out, make.record) as journal, _progress(total, len(journal)) as watch:
                 account = make(journal, watch)
             said = f"wrote {args.out}"
         else:

@@ -79,7 +79,7 @@ def _check(stored: dict[str, Any], record: dict[str, Any], out: Path) -> None:
 
 
 class Journal:
-    """OUT.partial, open for appending. `done` holds the `id` of every row that is there.
+    """OUT.partial, open for appending; contains the `id` of every row that is there.
 
     Raises:
       ResumeError: the rows that are there were made with another record.
@@ -103,10 +103,11 @@ class Journal:
     def __exit__(self, *error: object) -> None:
         self._file.close()
 
-    @property
-    def done(self) -> frozenset[int]:
-        """Ids of the rows that are there."""
-        return frozenset(self._places)
+    def __contains__(self, number: int) -> bool:
+        return number in self._places
+
+    def __len__(self) -> int:
+        return len(self._places)
 
     def append(self, row: dict[str, Any]) -> None:
         """Adds a row. Once this returns, a kill of the process does not lose it."""

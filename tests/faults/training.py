@@ -276,7 +276,7 @@ TRAINING = [
     Mutant(
         "rows-answered-twice",
         "jaxspec/training/regenerate.py",
-        "            if number in journal.done:\n",
+        "            if number in journal:\n",
         "            if False:\n",
         (_REGENERATE + "test_B56_a_kill_behind_any_row_loses_nothing_and_repeats_nothing",),
         "B56: what is done is not done again",
