@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     template_argument(parser)
     parser.add_argument("--max-length", type=int, default=4096, metavar="N", help="cut after N tokens (%(default)s)")
     parser.add_argument(
-        "--min-loss-tokens", type=int, default=2, metavar="N", help="leave out rows with fewer (%(default)s)"
+        "--min-loss-tokens", type=int, default=2, metavar="N", help="leave out rows with fewer supervised (%(default)s)"
     )
     parser.add_argument(
         "--max-empty-fraction",

@@ -60,13 +60,13 @@ def main(args: argparse.Namespace) -> int:
     check_out(args.out, ".jsonl", True, args.inputs)
     total = sum(1 for path in args.inputs for _ in conversations(path, "INPUT", answered=False))
     with locked(args.out):
+        make = _Maker(args)
         if args.force:
             with writing(args.out):
                 partial_path(args.out).unlink(missing_ok=True)
-        make = _Maker(args)
         account = None if args.force else finished(args.out, make.record)
         if account is None:
-            with Journal(args.out, make.record) as journal, _progress(total, len(journal.done)) as watch:
+            with Journal(args.out, make.record) as journal, _progress(total, len(journal)) as watch:
                 account = make(journal, watch)
             said = f"wrote {args.out}"
         else:

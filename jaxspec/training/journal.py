@@ -79,7 +79,7 @@ def _check(stored: dict[str, Any], record: dict[str, Any], out: Path) -> None:
 
 
 class Journal:
-    """OUT.partial, open for appending. `done` holds the `id` of every row that is there.
+    """OUT.partial, open for appending; contains the `id` of every row that is there.
 
     Raises:
       ResumeError: the rows that are there were made with another record.
@@ -103,10 +103,11 @@ class Journal:
     def __exit__(self, *error: object) -> None:
         self._file.close()
 
-    @property
-    def done(self) -> frozenset[int]:
-        """Ids of the rows that are there."""
-        return frozenset(self._places)
+    def __contains__(self, number: int) -> bool:
+        return number in self._places
+
+    def __len__(self) -> int:
+        return len(self._places)
 
     def append(self, row: dict[str, Any]) -> None:
         """Adds a row. Once this returns, a kill of the process does not lose it."""
@@ -141,9 +142,9 @@ class Journal:
         return place
 
     def _read(self) -> None:
-        """Takes up what is there; a last line that was torn by a kill is cut off."""
+        """Takes up what is there; a last line that was torn by a kill is cut off, a record without rows replaced."""
         self._file.seek(0)
-        place = 0
+        place, stored = 0, {}
         for number, line in enumerate(self._file, 1):
             if not line.endswith(b"\n"):
                 break
@@ -152,15 +153,17 @@ class Journal:
                 if number > 1:
                     self._places[int(row["id"])] = place
                 else:
-                    _check(row["record"], self._record, self._out)
+                    stored = dict(row["record"])
             except (ValueError, KeyError, TypeError) as error:
                 where = f"{partial_path(self._out)}, line {number}"
                 raise DataError(
                     problem(where, "a broken row", "what was written", "start anew with --force")
                 ) from error
             place += len(line)
-        self._file.truncate(place)
-        if not place:
+        if self._places:
+            _check(stored, self._record, self._out)
+        self._file.truncate(place if self._places else 0)
+        if not self._places:
             self._write({"record": self._record})
 
 

@@ -119,7 +119,7 @@ def regenerate(
 
     def close(talk: _Talk) -> None:
         journal.append(_row(talk, record))
-        watch(Progress(len(journal.done), made))
+        watch(Progress(len(journal), made))
 
     def admit(talk: _Talk) -> None:
         prompt = _next_prompt(talk, tokenizer, template, engine.max_context)
@@ -155,7 +155,7 @@ def _talks(inputs: Sequence[Path], journal: Journal) -> Iterator[_Talk]:
     for path in inputs:
         for place, turns in conversations(path, "INPUT", answered=False):
             number += 1
-            if number in journal.done:
+            if number in journal:
                 continue
             try:
                 if isinstance(turns, BadRow):

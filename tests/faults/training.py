@@ -59,7 +59,7 @@ TRAINING = [
     ),
     Mutant(
         "rows-of-zeros-are-not-counted",
-        "jaxspec/training/data.py",
+        "jaxspec/training/collect.py",
         "        stats.empty += not has_anchor\n",
         "",
         ("tests/training/test_data.py",),
@@ -276,7 +276,7 @@ TRAINING = [
     Mutant(
         "rows-answered-twice",
         "jaxspec/training/regenerate.py",
-        "            if number in journal.done:\n",
+        "            if number in journal:\n",
         "            if False:\n",
         (_REGENERATE + "test_B56_a_kill_behind_any_row_loses_nothing_and_repeats_nothing",),
         "B56: what is done is not done again",
@@ -284,7 +284,7 @@ TRAINING = [
     Mutant(
         "torn-row-kept",
         "jaxspec/training/journal.py",
-        "        self._file.truncate(place)\n",
+        "        self._file.truncate(place if self._places else 0)\n",
         "",
         (_REGENERATE + "test_B56_a_kill_behind_any_row_loses_nothing_and_repeats_nothing",),
         "half a line before the next row",
@@ -300,8 +300,8 @@ TRAINING = [
     Mutant(
         "resume-with-other-sampling",
         "jaxspec/training/journal.py",
-        '                    _check(row["record"], self._record, self._out)\n',
-        '                    row["record"]\n',
+        "            _check(stored, self._record, self._out)\n        self",
+        "            pass\n        self",
         (_REGENERATE + "test_another_record_is_refused_with_what_changed",),
         "two halves of a file drawn with two temperatures",
     ),

@@ -243,6 +243,12 @@ def test_another_record_is_refused_with_what_changed(tmp_path):
     with pytest.raises(ResumeError, match=r"seed: the run has 3, now 4; temperature: .*now 1\.0.*--force"):
         run(tmp_path, record=other)
     run(tmp_path)
+    with Journal(tmp_path / "new.jsonl", RECORD) as book:  # no row was made with it
+        assert 1 not in book and not len(book)
+    with Journal(tmp_path / "new.jsonl", other) as book:
+        book.append({"id": 1})
+    with pytest.raises(ResumeError, match="seed: the run has 4, now 3"):
+        Journal(tmp_path / "new.jsonl", RECORD)
     assert finished(tmp_path / "out.jsonl", RECORD)["rows"] == 9
     with pytest.raises(ResumeError, match="seed: the run has 3, now 4"):
         finished(tmp_path / "out.jsonl", other)
@@ -353,3 +359,13 @@ def test_the_commands_errors_are_one_line(tmp_path, capsys, monkeypatch, more, s
     shown = capsys.readouterr().err
     assert shown.startswith(f"error: {says}") and shown.count("\n") == 1, shown
     assert not (tmp_path / "out.jsonl").exists() and not partial_path(tmp_path / "out.jsonl").exists()
+
+
+def test_force_with_a_wrong_target_keeps_the_rows_that_are_there(tmp_path, capsys):
+    with pytest.raises(Killed):
+        run(tmp_path, *ROWS, journal=killing(2))
+    before = partial_path(tmp_path / "out.jsonl").read_bytes()
+    command = ["regenerate", str(tmp_path / "in.jsonl"), "--target", "nowhere/at/all", "--force"]
+    assert cli.main([*command, "--out", str(tmp_path / "out.jsonl")]) == 2
+    assert "nowhere/at/all" in capsys.readouterr().err
+    assert partial_path(tmp_path / "out.jsonl").read_bytes() == before
