@@ -241,8 +241,9 @@ def _over_pages(
 ) -> tuple[Array, None]:
     """The same by a kernel that reads the context's pages in place."""
     window, causal, inner = masks
-    flat = (x.reshape(-1, *x.shape[-2:]) for x in (q, k, v))
-    out = verify_attention(*flat, pool, rows, "causal" if causal else "full", window, inner, implementation=name)
+    mask = "causal" if causal else "full"
+    q_rows, k_rows, v_rows = (x.reshape(-1, *x.shape[-2:]) for x in (q, k, v))
+    out = verify_attention(q_rows, k_rows, v_rows, pool, rows, mask, window, inner, implementation=name)
     return out.reshape(q.shape), None
 
 

@@ -21,7 +21,7 @@ from jaxspec.decoding.fast import Fast, with_attention
 from jaxspec.decoding.fit import check_draft, check_options, check_proposals, check_sizes, shared_tables
 from jaxspec.decoding.parcel import Parcel
 from jaxspec.decoding.plan import Schedule
-from jaxspec.decoding.ragged import RaggedProgram
+from jaxspec.decoding.ragged import RaggedOutput, RaggedProgram, Results
 from jaxspec.decoding.request import SamplingParams
 from jaxspec.decoding.round import Weights
 from jaxspec.decoding.runner import DraftLike, Event, TargetLike, TokenLogprob
@@ -47,8 +47,8 @@ class Engine:
     Not thread-safe: one thread owns it. `overlap` dispatches a round before the last one was read. A cost table turns
     on DSpark's budgets, by the drafter's confidence or, where it has none, by what was accepted so far; `align` fills
     the bucket that a budget needs anyway. `pause_drafting` stops drafting for a request or a load where it was measured
-    to lose (`clock` in seconds). `newest` is the last round's shape. Construction raises ConfigError for an option out
-    of range and for a drafter that was made for another target.
+    to lose (`clock` in seconds). Construction raises ConfigError for an option out of range and for a drafter that was
+    made for another target.
     """
 
     def __init__(
@@ -134,10 +134,10 @@ class Engine:
             num_slots, proposals, table=cost_table, schedule=limits, shares=row_shares, align=align,
             pause=pause_drafting, clock=clock, read=self._host,
         )  # fmt: skip
-        row_grid = self.drafting.row_grid if proposals else lambda slots: ()
-        shapes = every_shape(self._slot_buckets, prefill_chunk, row_grid, fast.bare)
-        self.executables = Executables(self.program, shapes, self._inputs, grammars is not None)
-        self._clock, self.newest = clock, shapes[0]
+        grid = self.drafting.row_grid if proposals else lambda slots: ()
+        shapes = every_shape(self._slot_buckets, prefill_chunk, grid, fast.bare)
+        self.executables = Executables(self.program, shapes, self._inputs, grammars is not None, fast.recycle)
+        self._clock = clock
         self._terms = Terms(self.program, frozenset(eos), codec, grammars)
         self.lag = int(overlap)
         self._slots: list[Request | None] = [None] * num_slots
@@ -155,21 +155,20 @@ class Engine:
 
     @property
     def num_executables(self) -> int:
-        """Programs that `warm_up` compiles: one a shape, three where a grammar may be asked for in it."""
+        """Programs that `warm_up` compiles."""
         return self.executables.count
 
     def warm_up(self, progress: Callable[[str, float], None] | None = None) -> list[tuple[str, float]]:
-        """Compiles every executable, several at a time; returns their names and seconds. Called by the first `admit`
-        if it was not before. What `progress` raises ends it.
-        """
+        """Compiles every executable, several at a time; returns their names and seconds. The first `admit` calls it
+        too. What `progress` raises ends it."""
         if self.executables.ready:
             return []
         times = self.executables.compile(self.weights, self._state, self.drafting.observed, progress)
         self.drafting.confident = self.executables.confident
-        for shape in self.executables.shapes:  # whatever is set up lazily is set up here, not under a user
+        for shape in self.executables.shapes:  # lazy set-ups happen here, not under a user
             inputs = self._inputs.round(shape, observed=self.drafting.observed(shape.slots))
-            for _ in range(2):  # a CUDA graph is made by the second run
-                self._host(self._run(shape, inputs).counts)
+            for _ in range(2):  # the second makes a CUDA graph
+                self._results(self._run(shape, inputs), shape.slots)
             if self._terms.grammars is not None and not shape.bare:
                 self._run_masked(shape, inputs, [], [])
         jax.block_until_ready(self._state)
@@ -178,7 +177,7 @@ class Engine:
         return times
 
     def _run(self, shape: Shape, inputs: Parcel) -> Any:
-        self._state, output = self.executables.whole(shape)(self.weights, self._state, inputs)
+        self._state, output = self.executables.run(shape, self.weights, self._state, inputs)
         return output
 
     def _run_masked(self, shape: Shape, inputs: Parcel, decoding: list[Request], pieces: list[Piece]) -> Any:
@@ -314,7 +313,7 @@ class Engine:
         """Starts a round for whoever has pages for it; False if there is nobody."""
         before = self.preemptions
         decoding = self._reserve_decoding()
-        # Pages that were just taken from a request are not given back to it in the same breath.
+        # Pages just taken from a request are not given back to it in the same breath.
         pieces = list(self._prefill_pieces()) if self.preemptions == before else []
         if not decoding and not pieces:
             return False
@@ -325,7 +324,7 @@ class Engine:
         drafters, as_switched = self.drafting.drafters(decoding, slots, prefill)
         budget, rows = self.drafting.plan(decoding, drafters, slots, prefill)
         bare = self._bare and all(request.bare for request in taking_part)
-        self.newest = shape = Shape(slots, rows if drafters else slots, bool(drafters), prefill, bare)
+        shape = Shape(slots, rows if drafters else slots, bool(drafters), prefill, bare)
         observed = self.drafting.observed(slots)
         inputs = self._inputs.round(shape, decoding, drafters, pieces, budget, observed)
         began = self._clock()
@@ -345,7 +344,7 @@ class Engine:
             request.unread += 1
         rows_read = [(request, request.epoch) for request in decoding]
         proposing = frozenset(request.handle for request in drafters)
-        self._flights.append(Flight(output, rows_read, pieces, proposing, began, as_switched))
+        self._flights.append(Flight(output, slots, rows_read, pieces, proposing, began, as_switched))
         self.rounds += 1
         self.drafted_rounds += shape.drafting
         nodes = self.program.drafter.tree_nodes
@@ -419,14 +418,18 @@ class Engine:
         self.reads += 1
         return jax.device_get(value)
 
+    def _results(self, output: RaggedOutput, slots: int) -> Results:
+        results = Results.read(self._host(output.words), slots, self._inputs.rows_each)
+        self.executables.give_back(output)
+        return results
+
     def _read(self, flight: Flight) -> None:
-        output = flight.output
-        tokens, counts, verified, first = self._host((output.tokens, output.counts, output.verified, output.first))
-        self.drafting.time(flight, int(counts.sum()))
+        output, results = flight.output, self._results(flight.output, flight.slots)
+        self.drafting.time(flight, int(results.counts.sum()))
         members = [piece.request for piece in flight.pieces] + [request for request, _ in flight.rows]
         if any(request.params.logprobs is not None for request in members):
-            said = self._host((output.logprobs, output.first_logprobs, output.prompt_logprobs))
-            round_logprobs, first_logprobs, of_prompts = said
+            wanted = (output.logprobs, output.first_logprobs, output.prompt_logprobs)
+            round_logprobs, first_logprobs, of_prompts = self._host(wanted)
         else:
             round_logprobs = first_logprobs = of_prompts = None
         for piece in flight.pieces:
@@ -436,7 +439,7 @@ class Engine:
             if request.params.prompt_logprobs and not request.emitted:
                 request.prompt_logprobs += prompt_logprobs(piece, of_prompts)
             if piece.final and not request.emitted:
-                new = [int(first[piece.index])]
+                new = [int(results.first[piece.index])]
                 said = token_logprobs(request, first_logprobs, slice(piece.index, piece.index + 1), new)
                 prompt, request.prompt_logprobs = tuple(request.prompt_logprobs), []
                 self._emit(request, new, said, from_round=False, prompt_logprobs=prompt)
@@ -445,12 +448,12 @@ class Engine:
             if request.epoch != epoch or request.phase is Phase.ENDED:
                 continue
             request.unread -= 1
-            count = int(counts[request.slot])
+            count, verified = int(results.counts[request.slot]), int(results.verified[request.slot])
             request.lease.commit(count)
-            finished.append((request, int(verified[request.slot]), max(count - 1, 0)))
-            new = tokens[request.slot, :count].tolist()
+            finished.append((request, verified, max(count - 1, 0)))
+            new = results.tokens[request.slot, :count].tolist()
             said = token_logprobs(request, round_logprobs, request.slot, new)
-            self._emit(request, new, said, accepted=max(count - 1, 0), proposed=int(verified[request.slot]))
+            self._emit(request, new, said, accepted=max(count - 1, 0), proposed=verified)
         self.drafting.note(flight, finished)
 
     def _emit(self, request: Request, tokens: list[int], logprobs: list[TokenLogprob], **about: Any) -> None:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jaxspec.decoding.parcel import Parcel
-from jaxspec.decoding.ragged import EngineState, RaggedProgram
+from jaxspec.decoding.ragged import EngineState, Masks, Pending, RaggedOutput, RaggedProgram, Results
 from jaxspec.decoding.round import Weights
 from jaxspec.errors import InvariantError, problem
 from jaxspec.serving.requests import Shape
 from jaxspec.serving.round_inputs import RoundInputs
+
+_SPARE = 4  # reports of a size: those of the rounds in flight, and one
 
 
 def every_shape(
@@ -34,12 +40,17 @@ def every_shape(
 
 
 class Executables:
-    """One program a shape; two more, the halves of its round, where grammars may be asked for (`halves`)."""
+    """One program a shape; two more, the halves of its round, where grammars may be asked for (`halves`). With
+    `recycle` a round writes its report where one that was read lay: it allocates nothing that outlives it, so that
+    whatever it allocates lies where it lay before."""
 
-    def __init__(self, program: RaggedProgram, shapes: list[Shape], inputs: RoundInputs, halves: bool):
+    def __init__(self, program: RaggedProgram, shapes: list[Shape], inputs: RoundInputs, halves: bool, recycle: bool):
         self._program, self.shapes, self._inputs, self._halves = program, shapes, inputs, halves
+        self._recycle = recycle
+        self._spare: dict[int, list[Any]] = collections.defaultdict(list)  # by words
         self.built: dict[str, Any] = {}  # by name
         self.confident = False  # whether rounds carry a confidence
+        self.newest: Shape | None = None  # of the round that was started last
 
     @property
     def count(self) -> int:
@@ -80,9 +91,22 @@ class Executables:
                 raise
         return times
 
-    def whole(self, shape: Shape) -> Any:
+    def run(
+        self, shape: Shape, weights: Weights, state: EngineState, inputs: Parcel
+    ) -> tuple[EngineState, RaggedOutput]:
         """`RaggedProgram.ragged_round`. Raises InvariantError for a shape that was not compiled, as the halves do."""
-        return self._named(str(shape))
+        program, report = self._named(str(shape)), None
+        self.newest = shape
+        if self._recycle:
+            words = Results.size(shape.slots, self._inputs.rows_each, self._inputs.pieces if shape.prefill else 0)
+            spare = self._spare[words]
+            report = spare.pop() if spare else jax.device_put(np.zeros(words, np.int32), self._inputs.device)
+        return program(weights, state, report, inputs)
+
+    def give_back(self, output: RaggedOutput) -> None:
+        """Its words are on the host: a later round may write over them."""
+        if self._recycle and len(spare := self._spare[output.words.shape[0]]) < _SPARE:
+            spare.append(output.words)
 
     def first_half(self, shape: Shape) -> Any:
         """`RaggedProgram.begin`."""
@@ -103,17 +127,29 @@ class Executables:
         inputs = self._inputs.round(shape, observed=observed(shape.slots))
         static = {"rows": shape.rows, "drafting": shape.drafting}
 
-        def jit(step: Callable[..., Any], *names: str) -> Any:
-            def opened(*arguments: Any, **static: Any) -> Any:
-                return step(*(x.open() if isinstance(x, Parcel) else x for x in arguments), **static)
+        program, names = self._program, tuple(static)
 
-            return jax.jit(opened, static_argnames=names, donate_argnums=1)
+        def whole(weights: Weights, state: EngineState, report: Any, inputs: Parcel, **static: Any) -> Any:
+            state, output = program.ragged_round(weights, state, inputs.open(), **static)
+            if report is not None:
+                output = dataclasses.replace(output, words=report.at[:].set(output.words))
+            return state, output
 
-        lowered = jit(self._program.ragged_round, *static).lower(weights, state, inputs, **static)
+        def begin(weights: Weights, state: EngineState, inputs: Parcel, **static: Any) -> Any:
+            return program.begin(weights, state, inputs.open(), **static)
+
+        def finish(weights: Weights, state: EngineState, pending: Pending, inputs: Parcel, masks: Masks) -> Any:
+            return program.finish(weights, state, pending, inputs.open(), masks)
+
+        words = Results.size(shape.slots, self._inputs.rows_each, self._inputs.pieces if shape.prefill else 0)
+        report = jax.ShapeDtypeStruct((words,), jnp.int32) if self._recycle else None
+        jit = functools.partial(jax.jit, static_argnames=names)
+        lowered = jit(whole, donate_argnums=(1, 2)).lower(weights, state, report, inputs, **static)
         self.confident |= lowered.out_info[1].confidence is not None
         yield str(shape), lowered
         if self._halves and not shape.bare:
-            begin = jit(self._program.begin, *static).lower(weights, state, inputs, **static)
-            yield f"{shape}, first half", begin
+            first = jit(begin, donate_argnums=1).lower(weights, state, inputs, **static)
+            yield f"{shape}, first half", first
             masks = self._inputs.masks(shape)
-            yield f"{shape}, second half", jit(self._program.finish).lower(weights, *begin.out_info, inputs, masks)
+            second = jax.jit(finish, donate_argnums=1).lower(weights, *first.out_info, inputs, masks)
+            yield f"{shape}, second half", second
