@@ -31,6 +31,7 @@ from jaxspec.decoding.generate import generate
 from jaxspec.decoding.request import SamplingParams
 from jaxspec.evaluation.calibration import fit_temperatures
 from jaxspec.evaluation.load import closed_loop
+from jaxspec.serving.cost import unmeasured
 from jaxspec.serving.engine import Engine
 from tools.serving_pairs import BLOCK, lean, recorded, split_questions
 
@@ -48,8 +49,10 @@ def engine_for(target: Any, draft: Any, slots: int, attention: str) -> Engine:
     engine = Engine(
         target, draft, num_slots=slots, slot_buckets=(slots,), max_context=CONTEXT, prefill_chunk=min(512, CONTEXT),
         prefill_pieces=8, prefix_cache=False, rules=False, max_logprobs=None, pause_drafting=False,
-        attention=attention,
+        attention=attention, row_shares=(), cost_table=None if draft is None else unmeasured(1),
     )  # fmt: skip
+    if engine.drafting.planner is not None:
+        engine.drafting.planner.mode = "static"
     return lean(engine)
 
 

@@ -165,7 +165,7 @@ class Engine:
             return []
         times = self.executables.compile(self.weights, self._state, self.drafting.observed, progress)
         self.drafting.confident = self.executables.confident
-        for shape in self.executables.shapes:  # lazy set-ups happen here, not under a user
+        for shape in self.executables.shapes:  # lazy set-ups happen here
             inputs = self._inputs.round(shape, observed=self.drafting.observed(shape.slots))
             for _ in range(2):  # the second makes a CUDA graph
                 self._results(self._run(shape, inputs), shape.slots)
