@@ -3,7 +3,8 @@ PYTHON ?= python3
 PY := .venv/bin/python
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-312 demo test lint format check mutants bench-kernels bench-serving conformance proto constraints clean
+.PHONY: help setup setup-312 demo test lint format check mutants conformance proto constraints clean
+.PHONY: bench-kernels bench-decode bench-serving
 
 help:  ## this list
 	@grep -hE '^[a-z0-9%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9%-]+):.*## /  make \1\t/' | expand -t 26
@@ -43,6 +44,9 @@ conformance: setup  ## every golden case of tests/golden
 
 bench-kernels: setup  ## every kernel on this machine's GPU, peers beside it; writes results/h200/kernels.json
 	@$(PY) -m pallas_kernels.bench --json results/h200/kernels.json
+
+bench-decode: setup  ## rounds and their cost curve on this machine's GPU; writes results/h200/decode.json
+	@$(PY) tools/bench_round.py --shape qwen3-4b qwen3-0.6b --curve qwen3-4b --json results/h200/decode.json
 
 bench-serving: setup  ## trains two drafters, then the engine under load; writes results/h200/serving.json
 	@$(PY) tools/bench_drafters.py --out out/bench

@@ -25,7 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("jaxspec.commands.doctor", "versions, devices, caches and chosen kernels of this machine"),
     "train": ("jaxspec.commands.train", "train a drafter from a config"),
     "serve": ("jaxspec.commands.serve", "serve a target and its drafter over gRPC"),
-    "profile": ("jaxspec.commands.profile", "measure what a round costs here, as a table for engine.cost_table"),
+    "profile": ("jaxspec.commands.profile", "measure what rounds cost: a table for engine.cost_table"),
     "generate": ("jaxspec.commands.generate", "generate offline, with or without a drafter"),
     "client": ("jaxspec.serving.client", "send prompts to a running server"),
     "prepare": ("jaxspec.commands.prepare", "turn conversations into a token file to train on"),

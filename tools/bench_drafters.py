@@ -31,6 +31,7 @@ from jaxspec.decoding.generate import generate
 from jaxspec.decoding.request import SamplingParams
 from jaxspec.evaluation.calibration import fit_temperatures
 from jaxspec.evaluation.load import closed_loop
+from jaxspec.serving.cost import unmeasured
 from jaxspec.serving.engine import Engine
 from tools.serving_pairs import BLOCK, lean, recorded, split_questions
 
@@ -48,8 +49,10 @@ def engine_for(target: Any, draft: Any, slots: int, attention: str) -> Engine:
     engine = Engine(
         target, draft, num_slots=slots, slot_buckets=(slots,), max_context=CONTEXT, prefill_chunk=min(512, CONTEXT),
         prefill_pieces=8, prefix_cache=False, rules=False, max_logprobs=None, pause_drafting=False,
-        attention=attention,
+        attention=attention, row_shares=(), cost_table=None if draft is None else unmeasured(1),
     )  # fmt: skip
+    if engine.drafting.planner is not None:
+        engine.drafting.planner.mode = "static"
     return lean(engine)
 
 
@@ -85,31 +88,27 @@ def train(target: str, data: Path, out: Path, arguments: argparse.Namespace) -> 
 
 
 def calibrate(target: Any, out: Path, prompts: list[list[int]], slots: int, attention: str) -> dict[str, Any]:
-    """Fits and writes the temperatures; tau of both drafters on the same questions."""
-    found: dict[str, Any] = {}
-    for method in METHODS:
-        engine = engine_for(target, load_drafter(out / method, target), slots, attention)
-        engine.warm_up()
-        with recorded(engine) as rows:
-            report = closed_loop(engine, prompts, [128], slots, seconds=0.0, min_rounds=160)
-        found[method] = {"tau": report.tau, "rounds": len(rows)}
-        if method == "dspark":
-            said, stood = (
-                np.array(part) for part in zip(*[(one.confidence, one.accepted) for one in rows], strict=True)
-            )
-            said = np.clip(said.astype(np.float64), 1e-6, 1 - 1e-6)
-            accepted = np.arange(said.shape[1]) < stood[:, None]
-            fitted = fit_temperatures(np.log(said / (1 - said)), accepted, dataset="demo questions, held out")
-            fitted.save(out / "sts.json")
-            found[method] |= {
-                "temperatures": fitted.temperatures,
-                "calibration_error_before": fitted.ece_before,
-                "calibration_error_after": fitted.ece_after,
-                "acceptance_by_slot": [
-                    float(accepted[:, slot].sum() / max((stood >= slot).sum(), 1)) for slot in range(said.shape[1])
-                ],
-            }
-    return found
+    """Fits and writes the temperatures of DSpark's confidence; what it reached on the same questions."""
+    engine = engine_for(target, load_drafter(out / "dspark", target), slots, attention)
+    engine.warm_up()
+    with recorded(engine) as rows:
+        report = closed_loop(engine, prompts, [128], slots, seconds=0.0, min_rounds=160)
+    said, stood = (np.array(part) for part in zip(*[(one.confidence, one.accepted) for one in rows], strict=True))
+    said = np.clip(said.astype(np.float64), 1e-6, 1 - 1e-6)
+    accepted = np.arange(said.shape[1]) < stood[:, None]
+    fitted = fit_temperatures(np.log(said / (1 - said)), accepted, dataset="demo questions, held out")
+    fitted.save(out / "sts.json")
+    reached = [(stood >= slot).sum() for slot in range(said.shape[1])]
+    return {
+        "tau": report.tau,
+        "rounds": len(rows),
+        "temperatures": fitted.temperatures,
+        "calibration_error_before": fitted.ece_before,
+        "calibration_error_after": fitted.ece_after,
+        "acceptance_by_slot": [
+            float(row.sum() / max(count, 1)) for row, count in zip(accepted.T, reached, strict=True)
+        ],
+    }
 
 
 def main() -> int:
@@ -148,7 +147,7 @@ def main() -> int:
     train(arguments.target, out / "answers.npz", out, arguments)
     print(f"{time.perf_counter() - started:.0f} s: trained", flush=True)
     asked_to_fit = encode(questions.calibration)
-    said |= calibrate(target, out, asked_to_fit, arguments.calibration_slots, arguments.attention)
+    said["dspark"] = calibrate(target, out, asked_to_fit, arguments.calibration_slots, arguments.attention)
     said["seconds"] = round(time.perf_counter() - started, 1)
     (out / "drafters.json").write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(said), flush=True)

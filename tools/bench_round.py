@@ -67,7 +67,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"vocab_size": 512, "head_dim": 16},
 }
 MASK = 7
-CURVE = {1: (1, 4, 16), 8: (8,), 16: (16, 128), 64: (64, 512)}  # requests: rows
+CURVE = {1: (1, 4, 16, 64), 8: (8, 64), 16: (16, 64, 256), 64: (64, 256, 512)}  # requests: rows
 SPARE = 256  # positions behind the context
 
 

@@ -3,29 +3,34 @@
     python tools/bench_serving.py --dflash DIR --dspark DIR [--target smollm2] [--sts FILE]
     python tools/bench_serving.py --shape qwen3-4b --rates 0.8,0.75,0.7,0.65,0.6,0.55,0.5 --concurrency 1,8,64,256
 
-A closed loop at each concurrency, in the process of the engine (no network), all methods in one run. The cost table is
-measured first, on the engine that uses it. Also: overlap on and off, the device's idle share, the rounds under jax's
-transfer guard with a control that trips it, and confidences beside what was accepted (for tools/simulate_serving.py).
-The record is written after each part, so that what was measured is there whatever ends the run.
+A closed loop at each concurrency, in the process of the engine (no network), all methods in one run. Each concurrency
+has a process of its own, with as many slots: they compile side by side, then wait for one another and measure one at a
+time. The cost table is measured first, on the engine that uses it. Also: overlap on and off, the device's idle share,
+the rounds under jax's transfer guard with a control that trips it, and confidences beside what was accepted (for
+tools/simulate_serving.py). The record is written after each part: what was measured is there whatever ends the run.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import filelock
 import jax
 import numpy as np
 
@@ -34,7 +39,7 @@ from jaxspec.evaluation.device_time import DeviceTrace
 from jaxspec.evaluation.load import LoadReport, closed_loop
 from jaxspec.serving.adaptive import DraftSwitch
 from jaxspec.serving.cost import unmeasured
-from jaxspec.serving.cost_fit import fit, misfit
+from jaxspec.serving.cost_fit import Cell, fit, misfit
 from jaxspec.serving.engine import Engine
 from jaxspec.serving.profiling import measure
 from pallas_kernels.bench import commit
@@ -100,19 +105,25 @@ def build(pairs: Pairs, arguments: argparse.Namespace) -> Bench:
     return Bench(pairs, arguments, engines, rng.integers(low, high + 1, 997).tolist(), DraftSwitch())
 
 
-def calibrate(bench: Bench) -> dict[str, Any]:
+def measured_cost(bench: Bench) -> dict[str, Any]:
     """Measures the cost table on DSpark's engine and gives it to its planner."""
     engine = bench.engine("dspark scheduled")
     cells = measure(engine, context=bench.arguments.max_context // 2, steps=bench.arguments.steps)
     table = fit(cells, "additive")
     assert engine.drafting.planner is not None
     engine.drafting.planner.table = table
+    return described(cells)
+
+
+def described(cells: list[Cell]) -> dict[str, Any]:
+    """Cells, and the one table over all of them."""
+    table = fit(cells, "additive")
     median, worst = misfit(table, cells)
     return {
         "table": dataclasses.asdict(table),
         "misfit": {"median": median, "worst": worst},
-        "cells": [[c.requests, c.rows, c.prefill, c.drafting, round(1e3 * c.seconds, 4)] for c in cells],
-        "cells_are": "R, M, prefill rows of M, drafting, median ms",
+        "cells": [list(dataclasses.astuple(cell)) for cell in cells],
+        "cells_are": [field.name for field in dataclasses.fields(Cell)],
     }
 
 
@@ -156,7 +167,7 @@ def pooled(windows: list[LoadReport]) -> dict[str, Any]:
 def overlap(bench: Bench) -> list[dict[str, Any]]:
     """The same windows with the host's part of a round behind the device's, and in front of it."""
     found = []
-    for concurrency in bench.arguments.overlap:
+    for concurrency in set(bench.arguments.overlap) & set(bench.arguments.concurrency):
         for method in METHODS:
             engine, both = bench.engine(method), {}
             for lag in (1, 0):
@@ -185,7 +196,7 @@ def idle(bench: Bench) -> list[dict[str, Any]]:
 
 def guarded(bench: Bench) -> dict[str, Any]:
     """Rounds of the scheduled engine while implicit copies are errors, then the same with one deliberate `.item()`."""
-    engine, concurrency = bench.engine("dspark scheduled"), min(32, max(bench.arguments.concurrency))
+    engine, concurrency = bench.engine("dspark scheduled"), min(32, bench.arguments.largest)
     first = jax.jit(lambda values: values.reshape(-1)[0])
     first(jax.device_put(np.zeros((engine.num_slots, engine.num_proposals), np.float32)))  # compiled outside
     publish = engine.drafting.publish
@@ -214,7 +225,7 @@ def confidences(bench: Bench) -> dict[str, Any]:
     """What the drafter said of each slot, and how many proposals stood, when all were verified: by request, in order.
 
     Lists are [request][round] -> (m confidences, accepted)."""
-    concurrency = min(32, max(bench.arguments.concurrency))
+    concurrency = min(32, bench.arguments.largest)
     rows: dict[int, list[Any]] = {}
     with recorded(bench.engine("dspark static")) as found:
         bench.run("dspark static", concurrency, 0.0, min_rounds=160)
@@ -255,13 +266,19 @@ def surroundings() -> dict[str, Any]:
     """Command, commit, card and versions."""
     packages = ("jax", "jaxlib", "flax", "numpy")
     return {
-        "command": " ".join(["python", "tools/bench_serving.py", *sys.argv[1:]]),
+        "command": command(),
         "commit": commit(),
         "device": jax.devices()[0].device_kind,
         "card": _card(),
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in packages},
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
+
+
+def command() -> str:
+    """As it was typed."""
+    return " ".join(["python", "tools/bench_serving.py", *sys.argv[1:]])
 
 
 def _card() -> str | None:
@@ -275,6 +292,17 @@ def _card() -> str | None:
 def main(argv: list[str] | None = None) -> int:
     """Writes --out and prints a line a load; 1 where a check does not hold."""
     arguments = parse(argv)
+    if len(arguments.concurrency) == 1:
+        record = alone(arguments)
+    else:
+        record = crowd(arguments, list(sys.argv[1:] if argv is None else argv))
+    for check in record["checks"]:
+        print(json.dumps(check), flush=True)
+    return int(not all(check["holds"] for check in record["checks"]))
+
+
+def alone(arguments: argparse.Namespace) -> dict[str, Any]:
+    """All of one concurrency, in this process."""
     started = time.perf_counter()
     if arguments.shape:
         pairs = random_shape(arguments.shape, arguments.rates, arguments.prompt_length)
@@ -289,21 +317,78 @@ def main(argv: list[str] | None = None) -> int:
         record[name] = value
         record["seconds"] = round(time.perf_counter() - started, 1)
         arguments.out.write_text(lines(record), encoding="utf-8")
-        print(f"{record['seconds']:.0f} s: {name}", flush=True)
+        print(f"{arguments.concurrency[0]}: {record['seconds']:.0f} s: {name}", flush=True)
 
     bench = build(pairs, arguments)
-    save("executables", {name: engine.num_executables for name, engine in bench.engines.items()})
-    save("cost", calibrate(bench))
-    save("loads", loads(bench, save))
-    save("checks", verdicts(record["loads"]))
-    if arguments.profile_at:
-        save("idle", idle(bench))
-    save("overlap", overlap(bench))
-    save("confidences", confidences(bench))
-    save("guard", guarded(bench))
-    for check in record["checks"]:
-        print(json.dumps(check), flush=True)
-    return int(not all(check["holds"] for check in record["checks"]))
+    save("executables", sum(len(engine.executables.shapes) for engine in bench.engines.values()))
+    with turn(arguments.meet, arguments.crowd):
+        save("cost", measured_cost(bench))
+        save("loads", loads(bench, save))
+        save("checks", verdicts(record["loads"]))
+        concurrency = arguments.concurrency[0]
+        if concurrency in arguments.overlap:
+            save("overlap", overlap(bench))
+        if concurrency == arguments.profile_at:
+            save("idle", idle(bench))
+        if concurrency == min(32, arguments.largest):
+            save("confidences", confidences(bench))
+            save("guard", guarded(bench))
+    return record
+
+
+@contextlib.contextmanager
+def turn(meet: Path | None, crowd: int) -> Iterator[None]:
+    """Waits in `meet` until `crowd` processes are there, then until it is this one's turn."""
+    if meet is None:
+        yield
+        return
+    (meet / f"ready-{os.getpid()}").touch()
+    while len(list(meet.glob("ready-*"))) < crowd:
+        time.sleep(0.1)
+    with filelock.FileLock(meet / "turn"):
+        yield
+
+
+def crowd(arguments: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
+    """A process for each concurrency; their records as one. SystemExit where none came to a result."""
+    with tempfile.TemporaryDirectory() as folder:
+        meet, env = Path(folder), {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        running = {}
+        for one in arguments.concurrency:
+            own = ["--concurrency", str(one), "--largest", str(max(arguments.concurrency)), "--meet", folder]
+            own += ["--crowd", str(len(arguments.concurrency)), "--out", str(meet / f"{one}.json")]
+            running[one] = subprocess.Popen([sys.executable, __file__, *argv, *own], env=env)
+        while running:
+            time.sleep(0.2)
+            for one, process in list(running.items()):
+                if process.poll() is None:
+                    continue
+                del running[one]
+                if not (meet / f"ready-{process.pid}").exists():  # it broke: the others need not wait for it
+                    (meet / f"ready-{process.pid}").touch()
+                merge(arguments, meet)
+        return merge(arguments, meet)
+
+
+def merge(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """What is there so far, as one record, which is written."""
+    parts = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("*.json")]
+    parts = sorted((part for part in parts if "checks" in part), key=lambda part: part["loads"][0]["concurrency"])
+    if not parts:
+        return {"checks": []}
+    own = ("executables", "cost", "loads", "checks", "overlap", "idle", "confidences", "guard", "seconds")
+    record = {name: value for name, value in parts[0].items() if name not in own} | {"command": command()}
+    record["missing"] = sorted(set(arguments.concurrency) - {part["loads"][0]["concurrency"] for part in parts})
+    record["executables"] = sum(part["executables"] for part in parts)
+    for name in ("loads", "checks", "idle", "overlap"):
+        record[name] = [one for part in parts for one in part.get(name, [])]
+    record["cost"] = described([Cell(*cell) for part in parts for cell in part["cost"]["cells"]])
+    for name in ("guard", "confidences"):
+        for part in parts:
+            if name in part:
+                record[name] = part[name]
+    arguments.out.write_text(lines(record), encoding="utf-8")
+    return record
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -337,14 +422,19 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--attention", default="auto", help="what reads the pages, as Engine takes it")
     parser.add_argument("--pieces", type=int, default=8)
     parser.add_argument("--out", type=Path, default=Path("results/h200/serving.json"))
+    own = parser.add_argument_group("of the process of one concurrency")
+    own.add_argument("--largest", type=int, help="the largest concurrency of the run")
+    own.add_argument("--meet", type=Path, help="folder in which the processes wait for one another")
+    own.add_argument("--crowd", type=int, default=1, help="how many they are")
     arguments = parser.parse_args(argv)
+    arguments.largest = arguments.largest or max(arguments.concurrency)
     if not arguments.shape and not (arguments.dflash and arguments.dspark):
         parser.error("--dflash and --dspark are needed without --shape")
     if arguments.shape and len(arguments.rates) != 7:
         parser.error(f"--rates: found {len(arguments.rates)} numbers, expected 7, one a proposal")
     for name in ("overlap", "profile_at"):
         asked = getattr(arguments, name)
-        if max(asked if isinstance(asked, list) else [asked], default=0) > max(arguments.concurrency):
+        if max(asked if isinstance(asked, list) else [asked], default=0) > arguments.largest:
             parser.error(f"--{name.replace('_', '-')}: found more than the largest concurrency")
     return arguments
 

@@ -152,9 +152,15 @@ class Decoder:
         cos, sin = rotary(config.rope, config.head_dim, positions)
         graph, _ = ly.abstract_module(DecoderLayer, config, is_packed(body["layers"]))
 
+        def run(hidden: Any, weights: ly.Params, cache: Any, window: Any) -> tuple[Any, Any]:
+            return ly.bind(graph, weights)(hidden, cos, sin, Attend(attention, cache, window))
+
+        if isinstance(body["layers"], list) and isinstance(x, jax.core.Tracer):
+            run = jax.jit(run, static_argnums=3)  # unrolled layers are traced and lowered once, then inlined
+
         def layer(carry: Any, weights: ly.Params, index: Any, window: Any, cache: Any) -> tuple[Any, Any]:
             hidden, captured = carry
-            hidden, cache = ly.bind(graph, weights)(hidden, cos, sin, Attend(attention, cache, window))
+            hidden, cache = run(hidden, weights, cache, window)
             hidden = whole(hidden)
             return (
                 hidden,

@@ -9,6 +9,7 @@ import collections
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 
 LAG = 2
@@ -27,7 +28,10 @@ class ConfidenceRelay:
     def publish(self, confidence: Any, generations: np.ndarray) -> None:
         """A dispatched round's confidences [R, m] (a device array) and whose they are [R] (0: nobody's)."""
         if hasattr(confidence, "copy_to_host_async"):
-            confidence.copy_to_host_async()
+            with jax.transfer_guard_device_to_host(
+                "allow"
+            ):  # a copy that is meant: a guard takes it for an implicit one
+                confidence.copy_to_host_async()
         self._rounds.append((confidence, np.array(generations)))
 
     def resolve(self) -> tuple[np.ndarray, np.ndarray] | None:

@@ -60,8 +60,8 @@ class Engine(SlotCounts):
     Not thread-safe: one thread owns it. `overlap` dispatches a round before the last one was read. A cost table turns
     on DSpark's budgets, by the drafter's confidence or, where it has none, by what was accepted so far; `align` fills
     the bucket that a budget needs anyway. `pause_drafting` stops drafting for a request or a load where it was measured
-    to lose (`clock` in seconds). `newest` is the last round's shape. Construction raises ConfigError for an option out
-    of range and for a drafter that was made for another target.
+    to lose (`clock` in seconds). Construction raises ConfigError for an option out of range and for a drafter that was
+    made for another target.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Engine(SlotCounts):
         grid = self.drafting.row_grid if proposals else lambda slots: ()
         shapes = every_shape(self._slot_buckets, prefill_chunk, grid, fast.bare)
         self.executables = Executables(self.program, shapes, self._inputs, grammars is not None, fast.recycle)
-        self._clock, self.newest, self._prefill_speed = clock, shapes[0], PrefillSpeed(prefill_chunk)
+        self._clock, self._prefill_speed = clock, PrefillSpeed(prefill_chunk)
         self._terms = Terms(self.program, frozenset(eos), codec, grammars)
         self._slots: list[Request | None] = [None] * num_slots
         self._flights: collections.deque[Flight] = collections.deque()
@@ -176,9 +176,8 @@ class Engine(SlotCounts):
         return self.executables.count
 
     def warm_up(self, progress: Callable[[str, float], None] | None = None) -> list[tuple[str, float]]:
-        """Compiles every executable, several at a time; returns their names and seconds. Called by the first `admit`
-        if it was not before. What `progress` raises ends it.
-        """
+        """Compiles every executable, several at a time; returns their names and seconds. The first `admit` calls it
+        too. What `progress` raises ends it."""
         if self.executables.ready:
             return []
         times = self.executables.compile(self.weights, self._state, self.drafting.observed, progress)
@@ -353,7 +352,6 @@ class Engine(SlotCounts):
 
     def _launched(self, shape: Shape, chosen: Chosen, drafted: Drafted, output: Any, began: float) -> None:
         """Books a round that was dispatched."""
-        self.newest = shape
         decoding, drafters = chosen.decoding, drafted.drafters
         if drafters:
             self.drafting.publish(output.confidence, decoding)

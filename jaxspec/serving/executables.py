@@ -67,6 +67,7 @@ class Executables:
         self._spare: dict[int, list[Any]] = collections.defaultdict(list)  # by words
         self.built: dict[str, Any] = {}  # by name
         self.confident = False  # whether rounds carry a confidence
+        self.newest: Shape | None = None  # of the round that was started last
 
     @property
     def count(self) -> int:
@@ -110,6 +111,7 @@ class Executables:
     def run(self, shape: Shape, weights: Weights, state: EngineState, inputs: Any) -> tuple[EngineState, RaggedOutput]:
         """`RaggedProgram.ragged_round`. Raises InvariantError for a shape that was not compiled, as the halves do."""
         program, report = self._named(str(shape)), None
+        self.newest = shape
         if self._recycle:
             words = Results.size(shape.slots, self._inputs.rows_each, self._inputs.pieces if shape.prefill else 0)
             spare = self._spare[words]

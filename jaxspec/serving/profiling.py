@@ -119,7 +119,7 @@ class _Load:
         self._rng = np.random.default_rng(seed)
         self._kinds: dict[int, bool] = {}  # handle -> whether it feeds
         self._started: set[int] = set()
-        self._labels: collections.deque[Shape] = collections.deque()  # of the rounds in flight
+        self._labels: collections.deque[Shape | None] = collections.deque()  # of the rounds in flight
         self._chunk = max(shape.prefill for shape in engine.executables.shapes)
 
     def fill(self, answers: int, feeders: int) -> None:
@@ -172,7 +172,7 @@ class _Load:
         seconds = self._clock() - began
         dispatched = engine.rounds > rounds
         if dispatched:
-            self._labels.append(engine.newest)
+            self._labels.append(engine.executables.newest)
         read = self._labels.popleft() if len(self._labels) > (engine.lag if dispatched else 0) else None
         for event in events:
             self._started.add(event.handle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
 
+@functools.partial(jax.jit, static_argnames=("eps", "interpret"))  # traced and lowered once for all layers
 def rotate_write(
     heads: Float[Array, "M all D"],
     norm: Float[Array, "rotated D"] | None,

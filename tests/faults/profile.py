@@ -41,7 +41,7 @@ PROFILE = [
         "profile-rounds-in-flight-mixed-up",
         _in(_MEASURE),
         "self._labels.popleft() if len(self._labels) > (engine.lag if dispatched else 0) else None",
-        "engine.newest if dispatched else None",
+        "engine.executables.newest if dispatched else None",
         (f"{_TESTS}::test_overlapped_rounds_are_told_apart",),
         "under overlap the seconds are those of the round before",
     ),

@@ -224,7 +224,7 @@ def half(decoder: Any, drafter: Any, *args: Any, **more: Any) -> SimulatedProgra
 def test_simulated_rounds_accept_at_the_asked_rates_and_say_the_asked_confidence() -> None:
     rates = (0.9, 0.6, 0.6, 0.2)
     program = lambda *args, **more: SimulatedProgram(*args, rates=rates, confidence=(0.5,) * M, **more)  # noqa: E731
-    engine = table_engine(program=program, cost_table=None, pause_drafting=False, slot_buckets=(4,), confident=True)
+    engine = table_engine(program=program, pause_drafting=False, slot_buckets=(4,), row_shares=(), confident=True)
     said: list[Any] = []
     publish = engine.drafting.publish
     engine.drafting.publish = lambda confidence, decoding: (said.append(confidence), publish(confidence, decoding))[1]
