@@ -1,7 +1,8 @@
 """Who is next, who is refused, who shares a chunk and who gives way: policy without threads, clocks or arrays.
 
 - A queue's order is priority, which grows with the time waited, then deadline, then arrival; so nobody waits for ever.
-- What does not fit yet may be overtaken by what came later, but not for longer than `PATIENCE_SECONDS`.
+- What does not fit yet may be overtaken by what came later, but not for longer than `PATIENCE_SECONDS`, and only by the
+  `OVERTAKING` next in the order, so that a long queue costs a round nothing.
 - What cannot begin to answer before its deadline is refused, and takes nobody's place.
 - Every decoding request is in every round, beside one chunk of prompt rows, so neither kind waits for the other. The
   most urgent prompts share the chunk evenly: a short one is not kept behind a long one, and a long one always gets on.
@@ -10,14 +11,16 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
-__all__ = ["AGING_SECONDS", "PATIENCE_SECONDS", "choose", "shares", "urgency"]
+__all__ = ["AGING_SECONDS", "OVERTAKING", "PATIENCE_SECONDS", "choose", "shares", "urgency"]
 
 AGING_SECONDS = 10.0  # of waiting are worth one step of priority
 PATIENCE_SECONDS = 5.0  # for which what does not fit may be overtaken
+OVERTAKING = 8
 
 
 class Waiting(Protocol):
@@ -41,7 +44,8 @@ def urgency(priority: int, arrived: float, now: float, deadline: float = math.in
 
 def choose(waiting: Sequence[Request], now: float, fits: Callable[[Request], bool]) -> Request | None:
     """The most urgent request that fits; none while one that does not has waited for longer than the patience."""
-    for one in sorted(waiting, key=lambda one: urgency(one.priority, one.arrived, now, one.deadline)):
+    order = lambda one: urgency(one.priority, one.arrived, now, one.deadline)  # noqa: E731
+    for one in heapq.nsmallest(1 + OVERTAKING, waiting, key=order):
         if fits(one):
             return one
         if now - one.arrived > PATIENCE_SECONDS:

@@ -36,6 +36,14 @@ SCHEDULER = [
         "small requests would take every page that becomes free",
     ),
     Mutant(
+        "scheduler-whole-queue-searched",
+        _FILE,
+        "heapq.nsmallest(1 + OVERTAKING, waiting, key=order)",
+        "sorted(waiting, key=order)",
+        (f"{_TESTS}::test_what_does_not_fit_is_overtaken_but_not_for_ever",),
+        "a long queue would cost every round the search of a page table",
+    ),
+    Mutant(
         "scheduler-slowest-prefill-counts",
         _ADAPTIVE,
         "self._fastest = min(self._fastest, seconds)",

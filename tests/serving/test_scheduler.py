@@ -12,7 +12,7 @@ from jaxspec.decoding.plan import Schedule
 from jaxspec.serving.adaptive import DraftSwitch, ObservedAcceptance, PrefillSpeed, RequestSwitch, break_even
 from jaxspec.serving.budget import search
 from jaxspec.serving.cost import AdditiveTable
-from jaxspec.serving.scheduler import AGING_SECONDS, PATIENCE_SECONDS, choose, shares
+from jaxspec.serving.scheduler import AGING_SECONDS, OVERTAKING, PATIENCE_SECONDS, choose, shares
 
 pytestmark = pytest.mark.ci
 
@@ -50,6 +50,12 @@ def test_what_does_not_fit_is_overtaken_but_not_for_ever() -> None:
     assert order([large, small], PATIENCE_SECONDS, pages=5) == [2]
     assert order([large, small], PATIENCE_SECONDS + 0.1, pages=5) == []
     assert order([large, small], PATIENCE_SECONDS + 0.1, pages=9) == [1, 2]
+    asked = []
+    for count, found in ((OVERTAKING, 99), (OVERTAKING + 1, None)):  # a long queue is not searched in every round
+        queue = [Asked(id, id / 100, pages=9) for id in range(count)] + [Asked(99, 1.0)]
+        one = choose(queue, 1.0, lambda one: asked.append(one) or one.pages < 9)
+        assert (one and one.id) == found
+    assert len(asked) == 2 * (OVERTAKING + 1)
 
 
 def test_low_priority_is_served_under_a_flood_of_high_priority() -> None:

@@ -36,10 +36,10 @@ WORLDS = {  # and whether grammars are served
     "eagle_chain": (BUDGETS, False),
     "eagle_tree": (SMALL_PAGES, False),
     "eagle2_tree": (CHUNKS, True),
-    "eagle3_chain": (CHUNKS, True),
+    "eagle3_chain": (CHUNKS, False),
     "eagle3_tree": (CHUNKS, False),
-    "ddtree": ({**CHUNKS, "overlap": False}, True),
-    "ngram": (ROOMY, True),
+    "ddtree": ({**CHUNKS, "overlap": False}, False),
+    "ngram": (ROOMY, False),
     "small_model": (CHUNKS, False),
 }
 
