@@ -20,18 +20,24 @@ GIB = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """A kind of TPU: libtpu's name of a machine with it, and bytes of HBM of a device as jax counts devices (a TPU7x
-    chip is two)."""
+    """A kind of TPU: libtpu's name of a machine with it, and its vendor's figures for a device as jax counts devices (a
+    TPU7x chip is two): bytes of HBM, bfloat16 FLOP and HBM bytes a second."""
 
     machine: str
     hbm_bytes: int
+    flops_per_second: float
+    bytes_per_second: float
+
+    def seconds(self, flops: float, moved: float) -> float:
+        """The longer of computing and moving so much at these limits."""
+        return max(flops / self.flops_per_second, moved / self.bytes_per_second)
 
 
 CHIPS = {
-    "v5e": Chip("v5litepod-4", 16 * GIB),
-    "v5p": Chip("v5p-8", 95 * GIB),
-    "v6e": Chip("v6e-4", 32 * GIB),
-    "tpu7x": Chip("tpu7x-8", 96 * GIB),
+    "v5e": Chip("v5litepod-4", 16 * GIB, 197e12, 819e9),
+    "v5p": Chip("v5p-8", 95 * GIB, 459e12, 2765e9),
+    "v6e": Chip("v6e-4", 32 * GIB, 918e12, 1640e9),
+    "tpu7x": Chip("tpu7x-8", 96 * GIB, 1153e12, 3690e9),
 }
 
 

@@ -1,7 +1,9 @@
 """`serve.py --plan`: every round of a server, compiled for TPUs that are not there: HBM, estimated times, a cost table.
 
-Nothing runs, and no weights are read: arguments are shapes with their shardings. The times are the compiler's own
-estimates, and the table made of them says so.
+Nothing runs, and no weights are read: arguments are shapes with their shardings. A time is an estimate: the FLOP and
+bytes that the compiler counts, at the chip's limits. It counts the bytes of every fusion and gather in full, so that
+buckets can be compared and rounds are faster than it says. (Its own `optimal_seconds` is negative for large programs.)
+The table made of the estimates says what it is.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from jaxspec.config import ServeConfig
 from jaxspec.decoding.round import Weights
 from jaxspec.errors import ConfigError, InvariantError, problem
 from jaxspec.models.quantization import tree_bytes
-from jaxspec.parallel.mesh import CHIPS, GIB, placement, tpu_devices
+from jaxspec.parallel.mesh import CHIPS, GIB, Chip, placement, tpu_devices
 from jaxspec.serving.cost import StepsTable, save_cost_table, unmeasured
 from jaxspec.serving.main import ENGINE_KEYS, draft_options
 from jaxspec.serving.requests import Shape
@@ -32,13 +34,16 @@ __all__ = ["Estimate", "estimated_table", "estimates", "plan", "planned_engine"]
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What the compiler says of one program: bytes of a device, and seconds that nobody measured."""
+    """What the compiler says of one program, a device: bytes held, FLOP and bytes moved, and seconds that nobody
+    measured."""
 
     shape: Shape
     name: str
     arguments: int
     temporaries: int
     total: int
+    flops: float
+    moved: float
     seconds: float
     compiled_in: float
     error: str = ""  # why there is no such program
@@ -50,8 +55,9 @@ class Estimate:
         state = "OK" if self.total <= hbm else "DOES NOT FIT"
         return (
             f"{state} {self.name}: arguments {self.arguments / GIB:.2f} GiB, temporaries "
-            f"{self.temporaries / GIB:.2f} GiB, total {self.total / GIB:.2f} of {hbm / GIB:.0f} GiB; estimated "
-            f"{1e3 * self.seconds:.2f} ms (compiled in {self.compiled_in:.0f} s)"
+            f"{self.temporaries / GIB:.2f} GiB, total {self.total / GIB:.2f} of {hbm / GIB:.0f} GiB; "
+            f"{self.flops / 1e9:.1f} GFLOP and {self.moved / 1e9:.2f} GB, estimated {1e3 * self.seconds:.2f} ms "
+            f"(compiled in {self.compiled_in:.0f} s)"
         )
 
 
@@ -62,7 +68,8 @@ def plan(config: ServeConfig, topology: str, table: Path, say: Callable[[str], N
     """
     devices = tpu_devices(topology)
     engine = planned_engine(config, devices)
-    hbm = CHIPS[topology.partition(":")[0]].hbm_bytes
+    chip = CHIPS[topology.partition(":")[0]]
+    hbm = chip.hbm_bytes
     mesh = config.mesh
     say(
         f"plan for {topology} ({devices[0].device_kind}): mesh data={mesh.data} tensor={mesh.tensor} on "
@@ -75,7 +82,7 @@ def plan(config: ServeConfig, topology: str, table: Path, say: Callable[[str], N
         f"{engine.max_context} tokens"
     )
     found = []
-    for one in estimates(engine):
+    for one in estimates(engine, chip):
         found.append(one)
         say(one.line(hbm))
     whole = {one.shape: one.seconds for one in found if not one.error and one.name == str(one.shape)}
@@ -83,7 +90,7 @@ def plan(config: ServeConfig, topology: str, table: Path, say: Callable[[str], N
         table.parent.mkdir(parents=True, exist_ok=True)
         save_cost_table(estimated_table(whole), table)
         say(f"estimated cost table for engine.cost_table: {table} (no measurement: profile the device for one)")
-    say("times are the compiler's estimates; nothing was run")
+    say("times are estimates: what the compiler counts, at the chip's limits; nothing was run")
     return int(any(one.error or one.total > hbm for one in found))
 
 
@@ -109,7 +116,7 @@ def planned_engine(config: ServeConfig, devices: Any) -> ShardedEngine:
     )
 
 
-def estimates(engine: ShardedEngine) -> Iterable[Estimate]:
+def estimates(engine: ShardedEngine, chip: Chip) -> Iterable[Estimate]:
     """Of every program, in the order in which they are done."""
     repeated = repeated_bytes(engine.weights)
 
@@ -121,16 +128,17 @@ def estimates(engine: ShardedEngine) -> Iterable[Estimate]:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             said = " ".join(str(error).split())[:200]
-            return Estimate(shape, name, 0, 0, 0, math.nan, time.perf_counter() - started, said)
+            return Estimate(shape, name, 0, 0, 0, 0.0, 0.0, math.nan, time.perf_counter() - started, said)
         memory = compiled.memory_analysis()
         arguments = memory.argument_size_in_bytes - repeated
         outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
         total = arguments + outputs + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
-        seconds = float((compiled.cost_analysis() or {}).get("optimal_seconds", 0.0))
-        if not seconds > 0:
-            raise InvariantError(problem(f"estimate of {name}", seconds, "a positive number of seconds"))
-        taken = time.perf_counter() - started
-        return Estimate(shape, name, arguments, memory.temp_size_in_bytes, total, seconds, taken)
+        cost = compiled.cost_analysis() or {}
+        flops, moved = cost.get("flops", 0.0), cost.get("bytes accessed", 0.0)
+        if not (flops > 0 and moved > 0):
+            raise InvariantError(problem(f"the compiler's count of {name}", cost, "FLOP and bytes"))
+        seconds, taken = chip.seconds(flops, moved), time.perf_counter() - started
+        return Estimate(shape, name, arguments, memory.temp_size_in_bytes, total, flops, moved, seconds, taken)
 
     # libtpu's compiler works on several threads itself; more than one program for each core only takes memory
     with concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:

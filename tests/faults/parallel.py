@@ -63,7 +63,7 @@ PARALLEL = [
         _SHARDED,
         "        handle = own * len(self._shards) + index\n        self._owners",
         "        handle = own * len(self._shards)\n        self._owners",
-        (f"{_OF_SHARDS}::test_a_mesh_says_what_one_device_says[none-bare-2x4]",),
+        (f"{_OF_SHARDS}::test_a_mesh_says_what_one_device_says[small-short-2x4]",),
         "two data shards count their requests alike",
     ),
     Mutant(

@@ -2,8 +2,8 @@
 
     python -m tests.parallel.same_tokens METHOD ROUNDS DATAxTENSOR …
 
-ROUNDS: `full` verifies every proposal, `budget` follows a cost table, `bare` does so too without rules and log
-probabilities, which is less to compile.
+ROUNDS: `full` verifies every proposal, `budget` follows a cost table, `short` is neither with a
+budget nor with rules and log probabilities, which is less to compile.
 
 Prints a JSON object a mesh: `same` says for each request whether its tokens are those of the single device.
 """
@@ -62,7 +62,7 @@ class Parity:
         return len(tokens)
 
 
-def requests(bare: bool, count: int = 10) -> list[tuple[list[int], SamplingParams]]:
+def requests(short: bool, count: int = 10) -> list[tuple[list[int], SamplingParams]]:
     """Greedy and seeded ones in turn; some ask for a processor, penalties or log probabilities."""
     rng = random.Random(3)
     found = []
@@ -70,11 +70,11 @@ def requests(bare: bool, count: int = 10) -> list[tuple[list[int], SamplingParam
         changes: dict[str, Any] = {"ignore_eos": True, "max_new_tokens": rng.randint(12, 30)}
         if index % 2:
             changes |= {"temperature": 1.0, "seed": index}
-        if index == 3 and not bare:
+        if index == 3 and not short:
             changes |= {"top_k": 7, "top_p": 0.9}
-        if index == 5 and not bare:
+        if index == 5 and not short:
             changes |= {"min_p": 0.05, "logprobs": 2}
-        if index in (4, 7) and not bare:
+        if index in (4, 7) and not short:
             changes |= {"rules": LogitRules(repetition_penalty=1.3, frequency_penalty=0.5, logit_bias={5: 1.0})}
         found.append(([rng.randrange(60) for _ in range(rng.randint(3, 40))], SamplingParams(**changes)))
     return found
@@ -115,13 +115,13 @@ def draft_of(method: str, target: Any) -> Draft | None:
 
 def main(method: str, rounds: str, *meshes: str) -> None:
     target = tiny_target()
-    draft, bare = draft_of(method, target), rounds == "bare"
-    asked = requests(bare)
+    draft, short = draft_of(method, target), rounds == "short"
+    asked = requests(short)
     options: dict[str, Any] = {
         "max_context": 96, "prefill_chunk": 32, "page_size": 8, "pause_drafting": False,
-        "rules": not bare, "max_logprobs": None if bare else 2,
+        "rules": not short, "max_logprobs": None if short else 2,
         "grammars": Alternating() if method == "grammar" else None,
-        "cost_table": None if rounds == "full" or draft is None else TABLE, "row_shares": (0.5,),
+        "cost_table": TABLE if rounds == "budget" and draft is not None else None, "row_shares": (0.5,),
     }  # fmt: skip
     alone = answers(
         Engine(target, draft, num_slots=SLOTS, slot_buckets=(SLOTS,), **options), asked, method == "grammar"

@@ -93,7 +93,7 @@ def test_ids_sampled_on_a_mesh_are_those_of_one_device() -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("method", "rounds", "mesh"), [("none", "bare", "2x4"), ("small", "bare", "2x2")])
+@pytest.mark.parametrize(("method", "rounds", "mesh"), [("small", "short", "2x4")])
 def test_a_mesh_says_what_one_device_says(method: str, rounds: str, mesh: str) -> None:
     check(method, run(method, rounds, mesh))
 
