@@ -44,10 +44,10 @@ class Resident:
         """The parcel on the device; nothing is sent where it is there already."""
         parcel = Parcel.pack(tree)
         words = np.asarray(parcel.words)
-        known, there = self._there.get(shape, (None, None))
-        if there is not None and known is not None and np.array_equal(known, words):
-            return there
-        place = jax.device_put(words, self.device) if there is None else there.words
+        before = self._there.get(shape)
+        if before is not None and np.array_equal(before[0], words):
+            return before[1]
+        place = jax.device_put(words, self.device) if before is None else before[1].words
         moved = dataclasses.replace(parcel, words=_overwrite(place, jax.device_put(words, self.device)))
         self._there[shape] = words, moved
         return moved

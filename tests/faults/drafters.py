@@ -293,8 +293,8 @@ DRAFTERS = [
     Mutant(
         "drafters-chunk-padding",
         "jaxspec/drafters/losses.py",
-        "lambda x: x.reshape(-1, *x.shape[2:])[: batch * count]",
-        "lambda x: x.reshape(-1, *x.shape[2:])[-batch * count :]",
+        "reshape(batch, -1, *x.shape[3:])[:, :count]",
+        "reshape(batch, -1, *x.shape[3:])[:, -count:]",
         _LOSSES,
         "the padding of the last chunk stands behind the blocks",
     ),

@@ -33,15 +33,15 @@ FAST = [
     Mutant(
         "fast-inputs-never-change",
         "jaxspec/serving/round_inputs.py",
-        "if known is not None and np.array_equal(known[0], words):",
-        "if known is not None:",
+        "if before is not None and np.array_equal(before[0], words):",
+        "if before is not None:",
         _NEWS,
         "what changed must be sent",
     ),
     Mutant(
         "fast-inputs-always-sent",
         "jaxspec/serving/round_inputs.py",
-        "if known is not None and np.array_equal(known[0], words):",
+        "if before is not None and np.array_equal(before[0], words):",
         "if False:",
         _NEWS,
         "what did not change is not sent",

@@ -142,7 +142,7 @@ PAGES = [
     Mutant(
         "ring-context-at-the-start",
         "jaxspec/drafters/block.py",
-        "at = anchors if first is None else anchors - first[:, None]",
+        "at = anchors - first[:, None]",
         "at = anchors",
         (f"{_SERVED}::test_B51_B64_rings_of_sliding_layers_serve_what_was_trained",),
         "a ring's first row is not position 0",

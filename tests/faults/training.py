@@ -337,4 +337,28 @@ TRAINING = [
         (_REGENERATE + "test_every_question_is_answered_in_order_and_in_its_context",),
         "the template writes the end of turn",
     ),
+    Mutant(
+        "mesh-batch-not-split",
+        "jaxspec/training/state.py",
+        "PartitionSpec(None, BATCH))",
+        "PartitionSpec())",
+        ("tests/training/test_mesh.py::test_a_batch_is_split_over_data_and_fsdp",),
+        "every device would compute the whole batch",
+    ),
+    Mutant(
+        "mesh-heads-over-fsdp",
+        "jaxspec/parallel/training.py",
+        "axes += [TENSOR if axis and self.tensor > 1 else None for axis in known]",
+        "axes += [None for axis in known]",
+        ("tests/training/test_mesh.py::test_rules_split_heads_mlp_and_vocabulary_and_the_longest_other_axis",),
+        "tensor shards must hold their heads only",
+    ),
+    Mutant(
+        "mesh-more-than-the-batch",
+        "jaxspec/training/state.py",
+        "for n in range(1, found // shards + 1) if each % n == 0)",
+        "for n in range(1, found // shards + 1))",
+        ("tests/training/test_mesh.py::test_the_mesh_that_a_config_gives",),
+        "a batch of 6 on 8 devices goes over 6",
+    ),
 ]

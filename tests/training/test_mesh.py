@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
@@ -123,8 +121,12 @@ def test_a_mesh_that_does_not_fit_names_its_key(asked, batch, devices, said):
         choose(TrainMeshSection(**asked), batch, jax.devices()[:1] * devices)
 
 
+def test_a_batch_is_split_over_data_and_fsdp():
+    assert Placement.of().rows.spec == P(None, ("data", "fsdp"))
+
+
 def test_an_array_that_occurs_twice_stays_one():
     table = np.ones((4, 4), np.float32)
     first, second = Placement.of().put((table, table))
     assert first is second
-    assert dataclasses.replace(Placement.of()).rules == TrainingRules()
+    assert Placement.of().rules == TrainingRules()
