@@ -76,9 +76,9 @@ def in_chunks(per_token: Callable[..., Any], chunk: int, *blocks: Float[Array, "
     """
     batch, count = blocks[0].shape[:2]
     each = count if chunk <= 0 else max(1, min(count, chunk * batch_shards() // batch))
-    rows = lambda x: x.reshape(-1, *x.shape[2:])  # noqa: E731
-    whole = lambda x: x.reshape(batch, -1, *x.shape[1:])  # noqa: E731
-    if each == count:
+    rows = lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])  # noqa: E731
+    whole = lambda x: x.reshape(batch, x.shape[0] // batch, *x.shape[1:])  # noqa: E731
+    if each >= count:
         return jax.tree.map(whole, per_token(*map(rows, blocks)))
     pieces = -(-count // each)
 
@@ -88,7 +88,7 @@ def in_chunks(per_token: Callable[..., Any], chunk: int, *blocks: Float[Array, "
 
     one = jax.checkpoint(lambda xs: jax.tree.map(whole, per_token(*map(rows, xs))))
     out = jax.lax.map(one, tuple(map(split, blocks)))
-    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, -1, *x.shape[3:])[:, :count], out)
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, pieces * each, *x.shape[3:])[:, :count], out)
 
 
 def contiguous(mask: Bool[Array, "*b block"]) -> Bool[Array, "*b block"]:

@@ -293,8 +293,8 @@ DRAFTERS = [
     Mutant(
         "drafters-chunk-padding",
         "jaxspec/drafters/losses.py",
-        "reshape(batch, -1, *x.shape[3:])[:, :count]",
-        "reshape(batch, -1, *x.shape[3:])[:, -count:]",
+        "reshape(batch, pieces * each, *x.shape[3:])[:, :count]",
+        "reshape(batch, pieces * each, *x.shape[3:])[:, -count:]",
         _LOSSES,
         "the padding of the last chunk stands behind the blocks",
     ),
