@@ -3,7 +3,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-312 demo test lint format check mutants bench-kernels conformance proto constraints clean
+.PHONY: help setup setup-312 demo test lint format check mutants bench-kernels bench-decode conformance proto constraints clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9%-]+):.*## /  make \1\t/' | expand -t 26
@@ -43,6 +43,9 @@ conformance: setup  ## every golden case of tests/golden
 
 bench-kernels: setup  ## every kernel on this machine's GPU, peers beside it; writes results/h200/kernels.json
 	@$(PY) -m pallas_kernels.bench --json results/h200/kernels.json
+
+bench-decode: setup  ## rounds and their cost curve on this machine's GPU; writes results/h200/decode.json
+	@$(PY) tools/bench_round.py --shape qwen3-4b qwen3-0.6b --curve qwen3-4b --json results/h200/decode.json
 
 test-slow-%: setup  ## one long check; writes results/slow/%.json
 	@$(PY) tools/slow_results.py run $*

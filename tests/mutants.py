@@ -24,6 +24,7 @@ from tests.faults import (
     drafters,
     eagle,
     engine,
+    fast,
     grammar,
     kernels,
     kernels_anchor,
@@ -60,6 +61,7 @@ MUTANTS: list[Mutant] = [
     *scheduler.SCHEDULER,
     *engine.ENGINE,
     *parallel.PARALLEL,
+    *fast.FAST,
 ]
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
     python tools/bench_round.py --shape qwen3-4b qwen3-0.6b [--curve qwen3-4b] [--json FILE]
 
 Every figure is `Engine.step` with overlapped rounds, greedy requests without options, their contexts put in place
-instead of prefilled; the median over `--repeats` steps after warm-up, compilation not counted. A round is draft,
-verify, accept and commit; with random weights nearly nothing is accepted, which plays no part in its time. `verify` is
-the n-gram drafter's round, whose drafts cost next to nothing. `--curve` times it over requests R and rows M.
+instead of prefilled; the time of `--repeats` steps one after the other over their number, after warm-up. A round is
+draft, verify, accept and commit; with random weights nearly nothing is accepted, which plays no part in its time.
+`verify` is the n-gram drafter's round, whose drafts cost next to nothing; `--curve` times it over requests R and rows
+M.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import concurrent.futures
 import dataclasses
 import gc
+import itertools
 import json
 import os
 import platform
@@ -21,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +67,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"vocab_size": 512, "head_dim": 16},
 }
 MASK = 7
-CURVE = {1: (1, 2, 4, 8, 16, 32), 4: (4, 16, 64), 16: (16, 64, 256), 64: (64, 256, 512)}  # requests: rows
+CURVE = {1: (1, 4, 16, 64), 8: (8, 64), 16: (16, 64, 256), 64: (64, 256, 512)}  # requests: rows
 SPARE = 256  # positions behind the context
 
 
@@ -192,23 +195,25 @@ class Bench:
         """Milliseconds of a round, and what a profile of `profiled` more says."""
         for _ in range(10):
             self.engine.step()
+        self.engine._compilations.reset()
         times = []
-        for _ in range(repeats):
-            started = time.perf_counter()
+        for _ in range(repeats + 1):
+            times.append(time.perf_counter())
             self.engine.step()
-            times.append(1e3 * (time.perf_counter() - started))
+        steps = [1e3 * (after - before) for before, after in itertools.pairwise(times)]
         found = {
-            "requests": self.case.requests, "rows": self.case.rows, "round_ms": statistics.median(times),
-            "fastest_ms": min(times), "compilations": self.engine.compile_count,
+            "requests": self.case.requests, "rows": self.case.rows, "round_ms": statistics.mean(steps),
+            "median_ms": statistics.median(steps), "compilations": self.engine.compile_count,
         }  # fmt: skip
         return found | ({"profile": profile(self.engine.step, profiled)} if profiled else {})
 
 
-def run(shape: str, arguments: argparse.Namespace, curve: bool) -> dict[str, Any]:
-    """Every case of a shape. Programs are compiled several at a time, then the cases run one after the other."""
+def run(shape: str, arguments: argparse.Namespace, report: dict[str, Any], save: Callable[[], None]) -> None:
+    """Every case of a shape. Programs are compiled several at a time, then the cases run one after the other; what is
+    measured is saved, should a later one fail."""
     target = load_target(shape, not arguments.unpacked)
     cases = [case for case in round_cases(target.model.config) if not arguments.only or case.name in arguments.only]
-    cases += curve_cases(target.model.config, cases) if curve else []
+    cases += curve_cases(target.model.config, cases) if shape in arguments.curve else []
     bare = False if arguments.conditions else None
     started = time.perf_counter()
     benches = [Bench(case, target, arguments.context, arguments.attention, bare) for case in cases]
@@ -216,23 +221,18 @@ def run(shape: str, arguments: argparse.Namespace, curve: bool) -> dict[str, Any
         list(pool.map(Bench.compile, benches))
     print(f"{shape}: {len(benches)} programs compiled in {time.perf_counter() - started:.0f} s", flush=True)
     found: dict[str, Any] = {}
+    own: dict[str, Any] = {"shape": shape, "context": arguments.context, "dtype": "bfloat16", "rounds": found}
+    report["runs"].append(own)
     for position, case in enumerate(cases):
         bench, benches[position] = benches[position], None  # type: ignore[call-overload]
         bench.fill()
         found[case.name] = bench.time(arguments.repeats, arguments.profile if case.room is None else 0)
+        if "plain" in found:
+            found[case.name]["plain_steps"] = found[case.name]["round_ms"] / found["plain"]["round_ms"]
         print(f"  {case.name}: {found[case.name]['round_ms']:.3f} ms", flush=True)
-        if "profile" in found[case.name] and arguments.show:
-            print(json.dumps(found[case.name]["profile"], indent=1), flush=True)
+        save()
         del bench
         gc.collect()
-    report: dict[str, Any] = {"shape": shape, "context": arguments.context, "dtype": "bfloat16", "rounds": found}
-    if "plain" in found:
-        plain = found["plain"]["round_ms"]
-        wholes = {
-            name: each["round_ms"] / plain for name, each in found.items() if name.startswith(("dflash", "dspark"))
-        }
-        report["round_over_plain_step"] = wholes
-    return report
 
 
 def header() -> dict[str, Any]:
@@ -260,17 +260,19 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=60)
     parser.add_argument("--profile", type=int, default=4, help="rounds that are profiled; 0 for none")
-    parser.add_argument("--show", action="store_true", help="print the profiles")
     parser.add_argument("--attention", default="auto", help="engine.attention")
     parser.add_argument("--unpacked", action="store_true", help="engine.pack_weights=false")
     parser.add_argument("--conditions", action="store_true", help="engine.bare_rounds=false")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     report = header() | {"runs": []}
-    for shape in arguments.shape:
-        report["runs"].append(run(shape, arguments, shape in arguments.curve))
-        if arguments.json:  # what is measured is kept, should a later shape fail
+
+    def save() -> None:
+        if arguments.json:
             arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+
+    for shape in arguments.shape:
+        run(shape, arguments, report, save)
 
 
 if __name__ == "__main__":

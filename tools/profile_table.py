@@ -16,8 +16,7 @@ TOP = 24
 def profile(step: Callable[[], Any], steps: int) -> dict[str, Any]:
     """Of `steps` calls of `step`, per call: milliseconds that the device was busy, its kernels, the host's regions.
 
-    XLA runs no CUDA graph while it is profiled unless `--xla_enable_command_buffers_during_profiling` is set, so the
-    gaps between kernels are wider than they are otherwise.
+    While it is profiled every launch takes longer, so the gaps between kernels say nothing; the kernels' own times do.
     """
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):

@@ -45,6 +45,14 @@ class EngineSection(Section):
     min_verify_rows: int = key(1, "rows that a request verifies at least under a budget, anchor included", ge=1)
     max_verify_rows: int | None = key(None, "rows that it verifies at most; null is num_proposals + 1", ge=1)
     pause_drafting: bool = key(True, "stop drafting for a request or a load where it is measured to lose")
+    attention: Literal["auto", "reference", "gpu", "tpu"] = key(
+        "auto",
+        "how rows read the cache's pages: gathered, or by a kernel; auto is gpu on an NVIDIA GPU, else reference",
+    )
+    pack_weights: bool | None = key(None, "join each target layer's projections at load; null is on a GPU")
+    bare_rounds: bool | None = key(
+        None, "compile each shape once more without options that a request rarely asks for; null is on a GPU"
+    )
     rules: bool = key(True, "serve penalties, logit bias and min_new_tokens")
     max_logprobs: int | None = key(20, "most ids beside the chosen one in log probabilities; null refuses them", ge=0)
     grammar: bool = key(False, "serve grammars (extra `grammar`); a shape is then compiled three times")

@@ -17,11 +17,12 @@ log = logging.getLogger(__name__)
 class Fast:
     """`attention` reads the pages: the gathering reference, or a kernel of `pallas_kernels.verify_attention`. `packed`
     joins a target layer's projections at load. `bare` compiles every shape once more without what waits behind a
-    condition."""
+    condition. `recycle` writes reports over those that were read: CUDA graphs want their buffers where they were."""
 
     attention: str = "reference"
     packed: bool = False
     bare: bool = False
+    recycle: bool = False
 
     @classmethod
     def on(cls, device: Any, attention: str = "auto", packed: bool | None = None, bare: bool | None = None) -> Fast:
@@ -30,7 +31,12 @@ class Fast:
         Raises ConfigError for an attention that does not exist, or cannot run on the device.
         """
         gpu = device.platform == "gpu"
-        return cls(_attention(attention, device), gpu if packed is None else packed, gpu if bare is None else bare)
+        return cls(
+            _attention(attention, device),
+            gpu if packed is None else packed,
+            gpu if bare is None else bare,
+            recycle=gpu,
+        )
 
 
 def _attention(asked: str, device: Any) -> str:

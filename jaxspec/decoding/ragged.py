@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from jaxspec.decoding.logprobs import Logprobs, logprobs
@@ -93,19 +94,43 @@ class RoundInput:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RaggedOutput:
+    """What a round says. Its `words` go to the host in one piece, for `read`."""
+
+    words: Int[Array, "n"]
+    confidence: Float[Array, "slots m"] | None  # None where the method has none, or nobody plans by it
+    logprobs: Logprobs | None = None  # of the new tokens; zeros unless a request wants them
+    first_logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None  # row i of C: of the prompt's token behind it
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
     """New tokens of each request, the first `counts` of `tokens`, and the first token of each prompt that ended.
 
     A `counts` of 0 for a decoding request says that its pages have no room for another token.
     """
 
-    tokens: Int[Array, "R m1"]
-    counts: Int[Array, "R"]
-    verified: Int[Array, "R"]  # proposals that the target looked at
-    confidence: Float[Array, "slots m"] | None  # None where the method has none
-    first: Int[Array, "S"]
-    logprobs: Logprobs | None = None  # of `tokens`; zeros unless a request wants them
-    first_logprobs: Logprobs | None = None
-    prompt_logprobs: Logprobs | None = None  # row i of C: of the prompt's token behind it
+    tokens: Int[Any, "R m1"]
+    counts: Int[Any, "R"]
+    verified: Int[Any, "R"]  # proposals that the target looked at
+    first: Int[Any, "S"]
+
+    @staticmethod
+    def size(requests: int, width: int, pieces: int) -> int:
+        """Words of R requests, `width` = m + 1 and S pieces."""
+        return requests * (width + 2) + pieces
+
+    def pack(self) -> Int[Array, "n"]:
+        """As one array."""
+        parts = (self.tokens, self.counts, self.verified, self.first)
+        return jnp.concatenate([part.astype(jnp.int32).reshape(-1) for part in parts])
+
+    @classmethod
+    def read(cls, words: np.ndarray, requests: int, width: int) -> Results:
+        """What was packed of R requests and `width` = m + 1."""
+        ends = np.cumsum([requests * width, requests, requests])
+        tokens, counts, verified, first = np.split(words, ends)
+        return cls(tokens.reshape(requests, width), counts, verified, first)
 
 
 @jax.tree_util.register_dataclass
@@ -207,15 +232,13 @@ class RaggedProgram(Program):
         start = Started(state, jnp.zeros(0, jnp.int32))
         if inputs.prefill is not None and pending.pieces is not None:
             start = self._start(weights, state, view, inputs, inputs.prefill, pending, masks)
-        confidence = proposal.confidence
+        confidence = None if self.schedule is None else proposal.confidence
         if confidence is not None:
             confidence = jnp.pad(confidence.astype(jnp.float32), ((0, self.num_slots - requests), (0, 0)))
+        results = Results(_widen(tokens, m + 1), counts, jnp.where(view.slots.live, lengths, 0), start.tokens)
         return start.state, RaggedOutput(
-            tokens=_widen(tokens, m + 1),
-            counts=counts,
-            verified=jnp.where(view.slots.live, lengths, 0),
+            words=results.pack(),
             confidence=confidence,
-            first=start.tokens,
             logprobs=values,
             first_logprobs=start.logprobs,
             prompt_logprobs=start.prompt_logprobs,

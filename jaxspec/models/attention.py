@@ -8,13 +8,15 @@ float32; a row that may see nothing gets zeros, never NaN.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any, Protocol
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jaxspec.models.cache import gather, gather_known, write_rows
+from jaxspec.models.cache import gather, gather_known, places, write_rows
 from jaxspec.models.layout import RaggedLayout
+from pallas_kernels.rotate_write.api import rotate_write
 from pallas_kernels.softmax import masked_softmax, mix, scores
 from pallas_kernels.verify_attention.api import verify_attention
 from pallas_kernels.verify_attention.rows import VerifyRows, pack_bits
@@ -26,6 +28,40 @@ class Attention(Protocol):
     """What a decoder layer asks of its attention."""
 
     def __call__(self, q: Array, k: Array, v: Array, cache: Any, window: Window) -> tuple[Array, Any]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """A joined product on its way to attention: heads [M, all, D] (the queries', K's, V's), the norm's rows of q and k
+    (None: no norm), and the rotation."""
+
+    heads: Array
+    norm: Array | None
+    eps: float
+    cos: Array
+    sin: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Attend:
+    """An attention on one layer's cache. `joined` may be asked instead where the attention has a kernel for it."""
+
+    attention: Attention
+    cache: Any
+    window: Window
+
+    def __call__(self, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+        return self.attention(q, k, v, self.cache, self.window)
+
+    @property
+    def joins(self) -> bool:
+        """Whether `joined` may be called."""
+        return getattr(self.attention, "joins", False)
+
+    def joined(self, joined: Joined) -> tuple[Array, Any]:
+        """Norm, rotation, write and attention."""
+        attention: Any = self.attention
+        return attention.joined(joined, self.cache, self.window)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +90,14 @@ class PagedCausal:
     implementation: str = "reference"
 
     def __call__(self, q: Array, k: Array, v: Array, cache: Array, window: Window) -> tuple[Array, Array]:
+        cache = write_rows(cache, k, v, self.layout)
+        return self.written(q, k, v, cache, window), cache
+
+    def written(self, q: Array, k: Array, v: Array, cache: Array, window: Window) -> Array:
+        """Attention of rows whose K and V are in the cache."""
         layout = self.layout
-        cache = write_rows(cache, k, v, layout)
         if self.implementation != "reference":
-            return self._kernel(q, k, v, cache, window), cache
+            return self._kernel(q, k, v, cache, window)
         rows, exists = layout.grid()
         if layout.tree:
             keys, values, mask, distance = self._tree(cache, rows, exists)
@@ -69,7 +109,7 @@ class PagedCausal:
         mask &= (window == 0) | (distance < window)
         out = mix(masked_softmax(scores(q[rows], keys), mask[:, None, None]), values)
         offset = jnp.arange(q.shape[0]) - layout.starts[layout.requests]
-        return out[layout.requests, jnp.clip(offset, 0, layout.max_rows - 1)].astype(q.dtype), cache
+        return out[layout.requests, jnp.clip(offset, 0, layout.max_rows - 1)].astype(q.dtype)
 
     def _kernel(self, q: Array, k: Array, v: Array, cache: Array, window: Window) -> Array:
         layout = self.layout
@@ -115,10 +155,34 @@ class PagedParts:
     implementation: str = "reference"
 
     def __call__(self, q: Array, k: Array, v: Array, cache: Array, window: Window) -> tuple[Array, Array]:
-        outs, start = [], 0
-        for layout in self.layouts:
-            part = slice(start, start + layout.positions.shape[0])
-            out, cache = PagedCausal(layout, self.implementation)(q[part], k[part], v[part], cache, window)
-            outs.append(out)
-            start = part.stop
-        return jnp.concatenate(outs), cache
+        for layout, part in self._parts():
+            cache = write_rows(cache, k[part], v[part], layout)
+        return self._attend(q, k, v, cache, window), cache
+
+    @property
+    def joins(self) -> bool:
+        """Whether `joined` has a kernel."""
+        return self.implementation == "gpu"
+
+    def joined(self, joined: Joined, cache: Array, window: Window) -> tuple[Array, Array]:
+        """See `Attend.joined`."""
+        found = [places(layout, cache.shape[1]) for layout in self.layouts]
+        page, offset = (jnp.concatenate(column) for column in zip(*found, strict=True))
+        q, k, v, cache = rotate_write(
+            joined.heads, joined.norm, joined.cos, joined.sin, page, offset, cache, joined.eps, self.implementation
+        )
+        return self._attend(q, k, v, cache, window), cache
+
+    def _attend(self, q: Array, k: Array, v: Array, cache: Array, window: Window) -> Array:
+        outs = [
+            PagedCausal(layout, self.implementation).written(q[part], k[part], v[part], cache, window)
+            for layout, part in self._parts()
+        ]
+        return jnp.concatenate(outs)
+
+    def _parts(self) -> list[tuple[RaggedLayout, slice]]:
+        ends = itertools.accumulate(layout.positions.shape[0] for layout in self.layouts)
+        return [
+            (layout, slice(end - layout.positions.shape[0], end))
+            for layout, end in zip(self.layouts, ends, strict=True)
+        ]

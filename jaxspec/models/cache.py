@@ -25,14 +25,17 @@ def write_rows(
 
     A negative index would wrap even under mode="drop", so padding is redirected instead of dropped.
     """
-    page_size = pool.shape[1]
-    table = layout.page_table[layout.requests, layout.slots // page_size]
-    page = jnp.where(layout.valid, table, TRASH_PAGE)
-    offset = jnp.where(layout.valid, layout.slots % page_size, 0)
+    page, offset = places(layout, pool.shape[1])
     heads = keys.shape[1]
     rows = jnp.stack([keys, values], axis=2).reshape(keys.shape[0], -1, keys.shape[-1])
     rows = heads_apart(rows.astype(pool.dtype), heads)
     return heads_apart(pool.at[page, offset].set(rows, mode="promise_in_bounds"), heads)
+
+
+def places(layout: RaggedLayout, page_size: int) -> tuple[Int[Array, "M"], Int[Array, "M"]]:
+    """(page, row of the page) that each row is written to; the trash page's first for padding."""
+    table = layout.page_table[layout.requests, layout.slots // page_size]
+    return jnp.where(layout.valid, table, TRASH_PAGE), jnp.where(layout.valid, layout.slots % page_size, 0)
 
 
 def gather(

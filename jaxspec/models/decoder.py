@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.errors import ConfigError
 from jaxspec.models import layers as ly
-from jaxspec.models.attention import Attention, DenseCausal
+from jaxspec.models.attention import Attend, Attention, DenseCausal
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.packed import PackedAttention, PackedMLP, is_packed
 from jaxspec.models.rope import rotary, rotate
@@ -46,10 +46,12 @@ class SelfAttention(nnx.Module):
         values = self.v_proj(x)
         return self._heads(self.k_proj(x), self.k_norm, cos, sin), values.reshape(*values.shape[:-1], -1, self.head_dim)
 
-    def project(self, x: Array, cos: Array, sin: Array) -> tuple[Array, Array, Array]:
-        """Rotated queries and keys, plain values."""
+    def attend(
+        self, x: Array, cos: Array, sin: Array, attend: Callable[[Array, Array, Array], tuple[Array, Any]]
+    ) -> tuple[Array, Any]:
+        """What the caller's attention makes of the rows."""
         keys, values = self.keys_values(x, cos, sin)
-        return self.queries(x, cos, sin), keys, values
+        return attend(self.queries(x, cos, sin), keys, values)
 
     def output(self, mixed: Array) -> Array:
         """[*rows, heads, D] -> [*rows, H]."""
@@ -74,7 +76,7 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x: Array, cos: Array, sin: Array, attend: Callable[[Array, Array, Array], tuple[Array, Any]]
     ) -> tuple[Array, Any]:
-        mixed, cache = attend(*self.self_attn.project(self.input_layernorm(x), cos, sin))
+        mixed, cache = self.self_attn.attend(self.input_layernorm(x), cos, sin, attend)
         x = x + self.self_attn.output(mixed)
         return x + self.mlp(self.post_attention_layernorm(x)), cache
 
@@ -150,10 +152,15 @@ class Decoder:
         cos, sin = rotary(config.rope, config.head_dim, positions)
         graph, _ = ly.abstract_module(DecoderLayer, config, is_packed(body["layers"]))
 
+        def run(hidden: Any, weights: ly.Params, cache: Any, window: Any) -> tuple[Any, Any]:
+            return ly.bind(graph, weights)(hidden, cos, sin, Attend(attention, cache, window))
+
+        if isinstance(body["layers"], list) and isinstance(x, jax.core.Tracer):
+            run = jax.jit(run, static_argnums=3)  # unrolled layers are traced and lowered once, then inlined
+
         def layer(carry: Any, weights: ly.Params, index: Any, window: Any, cache: Any) -> tuple[Any, Any]:
             hidden, captured = carry
-            attend = lambda q, k, v: attention(q, k, v, cache, window)  # noqa: E731
-            hidden, cache = ly.bind(graph, weights)(hidden, cos, sin, attend)
+            hidden, cache = run(hidden, weights, cache, window)
             hidden = whole(hidden)
             return (
                 hidden,

@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from jaxspec.models import layers as ly
+from jaxspec.models.attention import Joined
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.rope import rotate
 
@@ -29,14 +30,17 @@ class PackedAttention(nnx.Module):
         self.o_proj = ly.Linear(self.heads * dim, config.hidden_size, config.o_bias)
         self.qk_norm = nnx.Param(jnp.ones((rotated, dim))) if config.qk_norm else None
 
-    def project(self, x: Array, cos: Array, sin: Array) -> tuple[Array, Array, Array]:
-        """Rotated queries and keys, plain values [*rows, heads, D]."""
+    def attend(self, x: Array, cos: Array, sin: Array, attend: Any) -> tuple[Array, Any]:
+        """What the caller's attention makes of the rows: by its kernel for the joined product where it has one."""
         heads = self.qkv_proj(x).reshape(*x.shape[:-1], -1, self.head_dim)
+        norm = None if self.qk_norm is None else self.qk_norm[...]
+        if getattr(attend, "joins", False):
+            return attend.joined(Joined(heads, norm, self.eps, cos, sin))
         rotated, values = jnp.split(heads, [self.heads + self.kv_heads], axis=-2)
-        if self.qk_norm is not None:
-            rotated = ly.rms_norm(rotated, self.qk_norm[...], self.eps)
+        if norm is not None:
+            rotated = ly.rms_norm(rotated, norm, self.eps)
         queries, keys = jnp.split(rotate(rotated, cos, sin), [self.heads], axis=-2)
-        return queries, keys, values
+        return attend(queries, keys, values)
 
     def output(self, mixed: Array) -> Array:
         """[*rows, heads, D] -> [*rows, H]."""

@@ -20,7 +20,7 @@ from jaxspec.decoding.compilations import CompilationCounter
 from jaxspec.decoding.fast import Fast, with_attention
 from jaxspec.decoding.fit import check_draft, check_options, check_proposals, check_sizes, shared_tables
 from jaxspec.decoding.plan import Schedule
-from jaxspec.decoding.ragged import EngineState, Masks, RaggedProgram
+from jaxspec.decoding.ragged import EngineState, Masks, RaggedOutput, RaggedProgram, Results
 from jaxspec.decoding.request import SamplingParams
 from jaxspec.decoding.round import Weights
 from jaxspec.decoding.runner import DraftLike, Event, TargetLike, TokenLogprob
@@ -137,9 +137,9 @@ class Engine:
             num_slots, proposals, table=cost_table, schedule=limits, shares=row_shares, align=align,
             pause=pause_drafting, clock=clock, read=self._host,
         )  # fmt: skip
-        row_grid = self._drafting.row_grid if proposals else lambda slots: ()
-        shapes = every_shape(self._slot_buckets, prefill_chunk, row_grid, fast.bare)
-        self._executables = Executables(self.program, shapes, self._inputs, grammars is not None)
+        grid = self._drafting.row_grid if proposals else lambda slots: ()
+        shapes = every_shape(self._slot_buckets, prefill_chunk, grid, fast.bare)
+        self._executables = Executables(self.program, shapes, self._inputs, grammars is not None, fast.recycle)
         self._clock = clock
         self._terms = Terms(self.program, frozenset(eos), codec, grammars)
         self._lag = 1 if overlap else 0
@@ -165,7 +165,7 @@ class Engine:
 
     @property
     def num_executables(self) -> int:
-        """Programs that `warm_up` compiles: one a shape, three where a grammar may be asked for in it."""
+        """Programs that `warm_up` compiles."""
         return self._executables.count
 
     def warm_up(self, progress: Callable[[str, float], None] | None = None) -> list[tuple[str, float]]:
@@ -176,10 +176,10 @@ class Engine:
             return []
         times = self._executables.compile(self.weights, self._state, self._drafting.observed, progress)
         self._drafting.confident = self._executables.confident
-        for shape in self._executables.shapes:  # whatever is set up lazily is set up here, not under a user
+        for shape in self._executables.shapes:  # lazy set-ups happen here, not under a user
             inputs = self._inputs.round(shape, observed=self._drafting.observed(shape.slots))
-            for _ in range(2):  # a CUDA graph is made by the second run
-                self._host(self._run(shape, inputs).counts)
+            for _ in range(2):  # the second makes a CUDA graph
+                self._results(self._run(shape, inputs), shape.slots)
             if self._terms.grammars is not None and not shape.bare:
                 self._run_masked(shape, inputs, Chosen([], []))
         jax.block_until_ready(self._state)
@@ -188,7 +188,7 @@ class Engine:
         return times
 
     def _run(self, shape: Shape, inputs: Any) -> Any:
-        self._state, output = self._executables.whole(shape)(self.weights, self._state, inputs)
+        self._state, output = self._executables.run(shape, self.weights, self._state, inputs)
         return output
 
     def _run_masked(self, shape: Shape, inputs: Any, chosen: Chosen) -> Any:
@@ -348,7 +348,7 @@ class Engine:
         """Who takes part in the next round, with pages for it."""
         before = self.preemptions
         decoding = self._reserve_decoding()
-        # Pages that were just taken from a request are not given back to it in the same breath.
+        # Pages just taken from a request are not given back to it in the same breath.
         return Chosen(decoding, list(self._prefill_pieces()) if self.preemptions == before else [])
 
     def _launched(self, shape: Shape, chosen: Chosen, drafted: Drafted, output: Any, began: float) -> None:
@@ -367,7 +367,7 @@ class Engine:
         rows_read = [(request, request.epoch) for request in decoding]
         proposing = frozenset(request.handle for request in drafters)
         as_switched = drafted.as_switched and shape.drafting == bool(drafters)
-        self._flights.append(Flight(output, rows_read, chosen.pieces, proposing, began, as_switched))
+        self._flights.append(Flight(output, shape.slots, rows_read, chosen.pieces, proposing, began, as_switched))
         self.rounds += 1
         self.drafted_rounds += shape.drafting
         nodes = self.program.drafter.tree_nodes
@@ -440,10 +440,14 @@ class Engine:
         self.reads += 1
         return jax.device_get(value)
 
+    def _results(self, output: RaggedOutput, slots: int) -> Results:
+        results = Results.read(self._host(output.words), slots, self._inputs.rows_each)
+        self._executables.give_back(output)
+        return results
+
     def _read(self, flight: Flight) -> None:
-        output = flight.output
-        tokens, counts, verified, first = self._host((output.tokens, output.counts, output.verified, output.first))
-        self._drafting.time(flight, int(counts.sum()))
+        results = self._results(flight.output, flight.slots)
+        self._drafting.time(flight, int(results.counts.sum()))
         round_logprobs, first_logprobs, of_prompts = read_logprobs(flight, self._host)
         for piece in flight.pieces:
             request = piece.request
@@ -452,7 +456,7 @@ class Engine:
             if request.params.prompt_logprobs and not request.emitted:
                 request.prompt_logprobs += prompt_logprobs(piece, of_prompts)
             if piece.final and not request.emitted:
-                new = [int(first[piece.index])]
+                new = [int(results.first[piece.index])]
                 said = token_logprobs(request, first_logprobs, slice(piece.index, piece.index + 1), new)
                 prompt, request.prompt_logprobs = tuple(request.prompt_logprobs), []
                 self._emit(request, new, said, from_round=False, prompt_logprobs=prompt)
@@ -461,12 +465,12 @@ class Engine:
             if request.epoch != epoch or request.phase is Phase.ENDED:
                 continue
             request.unread -= 1
-            count = int(counts[request.slot])
+            count, verified = int(results.counts[request.slot]), int(results.verified[request.slot])
             request.lease.commit(count)
-            finished.append((request, int(verified[request.slot]), max(count - 1, 0)))
-            new = tokens[request.slot, :count].tolist()
+            finished.append((request, verified, max(count - 1, 0)))
+            new = results.tokens[request.slot, :count].tolist()
             said = token_logprobs(request, round_logprobs, request.slot, new)
-            self._emit(request, new, said, accepted=max(count - 1, 0), proposed=int(verified[request.slot]))
+            self._emit(request, new, said, accepted=max(count - 1, 0), proposed=verified)
         self._drafting.note(flight, finished)
 
     def _emit(self, request: Request, tokens: list[int], logprobs: list[TokenLogprob], **about: Any) -> None:

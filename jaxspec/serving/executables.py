@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import dataclasses
 import time
@@ -9,22 +10,23 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jaxspec.decoding.parcel import Parcel
-from jaxspec.decoding.ragged import EngineState, RaggedProgram
+from jaxspec.decoding.ragged import EngineState, Masks, Pending, RaggedOutput, RaggedProgram, Results, RoundInput
 from jaxspec.decoding.round import Weights
 from jaxspec.errors import InvariantError, problem
 from jaxspec.serving.requests import Shape
 from jaxspec.serving.round_inputs import RoundInputs
 
+_SPARE = 4  # reports of a size: those of the rounds in flight, and one
 
-def lower(step: Callable[..., Any], static: dict[str, Any], *arguments: Any) -> Any:
-    """A step (weights, state, …) -> (state, …), which takes the state's memory, for the devices of its arguments."""
 
-    def opened(*arguments: Any, **static: Any) -> Any:
-        return step(*(x.open() if isinstance(x, Parcel) else x for x in arguments), **static)
-
-    return jax.jit(opened, static_argnames=tuple(static), donate_argnums=1).lower(*arguments, **static)
+def lower(step: Callable[..., Any], static: dict[str, Any], donated: tuple[int, ...], *arguments: Any) -> Any:
+    """A step (weights, state, …) -> (state, …), which takes the memory of its `donated` arguments, for the devices
+    that they are on."""
+    return jax.jit(step, static_argnames=tuple(static), donate_argnums=donated).lower(*arguments, **static)
 
 
 def every_shape(
@@ -43,7 +45,9 @@ def every_shape(
 
 
 class Executables:
-    """One program a shape; two more, the halves of its round, where grammars may be asked for (`halves`)."""
+    """One program a shape; two more, the halves of its round, where grammars may be asked for (`halves`). With
+    `recycle` a round writes its report where one that was read lay: it allocates nothing that outlives it, so that
+    whatever it allocates lies where it lay before."""
 
     def __init__(
         self,
@@ -51,10 +55,12 @@ class Executables:
         shapes: list[Shape],
         inputs: RoundInputs,
         halves: bool,
+        recycle: bool = False,
         lower: Callable[..., Any] = lower,
     ):
         self._program, self.shapes, self._inputs, self._halves = program, shapes, inputs, halves
-        self._lower_step = lower
+        self._recycle, self._lower_step = recycle, lower
+        self._spare: dict[int, list[Any]] = collections.defaultdict(list)  # by words
         self.built: dict[str, Any] = {}  # by name
         self.confident = False  # whether rounds carry a confidence
 
@@ -97,9 +103,19 @@ class Executables:
                 raise
         return times
 
-    def whole(self, shape: Shape) -> Any:
+    def run(self, shape: Shape, weights: Weights, state: EngineState, inputs: Any) -> tuple[EngineState, RaggedOutput]:
         """`RaggedProgram.ragged_round`. Raises InvariantError for a shape that was not compiled, as the halves do."""
-        return self._named(str(shape))
+        program, report = self._named(str(shape)), None
+        if self._recycle:
+            words = Results.size(shape.slots, self._inputs.rows_each, self._inputs.pieces if shape.prefill else 0)
+            spare = self._spare[words]
+            report = spare.pop() if spare else self._inputs.home.put(np.zeros(words, np.int32))
+        return program(weights, state, report, inputs)
+
+    def give_back(self, output: RaggedOutput) -> None:
+        """Its words are on the host: a later round may write over them."""
+        if self._recycle and len(spare := self._spare[output.words.shape[0]]) < _SPARE:
+            spare.append(output.words)
 
     def first_half(self, shape: Shape) -> Any:
         """`RaggedProgram.begin`."""
@@ -121,12 +137,32 @@ class Executables:
         inputs = self._inputs.round(shape, observed=observed(shape.slots))
         static = {"rows": shape.rows, "drafting": shape.drafting}
 
-        lowered = self._lower_step(self._program.ragged_round, static, weights, state, inputs)
+        program = self._program
+
+        def whole(weights: Weights, state: EngineState, report: Any, inputs: Any, **static: Any) -> Any:
+            state, output = program.ragged_round(weights, state, _opened(inputs), **static)
+            if report is not None:
+                output = dataclasses.replace(output, words=report.at[:].set(output.words))
+            return state, output
+
+        def begin(weights: Weights, state: EngineState, inputs: Any, **static: Any) -> Any:
+            return program.begin(weights, state, _opened(inputs), **static)
+
+        def finish(weights: Weights, state: EngineState, pending: Pending, inputs: Any, masks: Masks) -> Any:
+            return program.finish(weights, state, pending, _opened(inputs), masks)
+
+        words = Results.size(shape.slots, self._inputs.rows_each, self._inputs.pieces if shape.prefill else 0)
+        report = jax.ShapeDtypeStruct((words,), jnp.int32) if self._recycle else None
+        lowered = self._lower_step(whole, static, (1, 2), weights, state, report, inputs)
         self.confident |= lowered.out_info[1].confidence is not None
         yield str(shape), lowered
         if self._halves and not shape.bare:
-            begin = self._lower_step(self._program.begin, static, weights, state, inputs)
-            yield f"{shape}, first half", begin
+            first = self._lower_step(begin, static, (1,), weights, state, inputs)
+            yield f"{shape}, first half", first
             masks = self._inputs.masks(shape)
-            finish = self._lower_step(self._program.finish, {}, weights, *begin.out_info, inputs, masks)
-            yield f"{shape}, second half", finish
+            second = self._lower_step(finish, {}, (1,), weights, *first.out_info, inputs, masks)
+            yield f"{shape}, second half", second
+
+
+def _opened(inputs: Any) -> RoundInput:
+    return inputs.open() if isinstance(inputs, Parcel) else inputs

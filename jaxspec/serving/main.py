@@ -31,7 +31,7 @@ QUICKSTART_DRAFTER = "out/quickstart/drafter"
 ENGINE_KEYS = (
     *("num_slots", "slot_buckets", "max_context", "prefill_chunk", "prefill_pieces", "page_size", "num_pages"),
     *("prefix_cache", "overlap", "acceptance", "confidence_threshold", "align", "min_verify_rows", "max_verify_rows"),
-    *("pause_drafting", "rules", "max_logprobs"),
+    *("pause_drafting", "rules", "max_logprobs", "attention", "pack_weights", "bare_rounds"),
 )
 _TRAIN = "python train.py --config configs/quickstart.yaml"
 
@@ -132,6 +132,8 @@ def load(config: ServeConfig, check: Callable[[], None], stages: Stages | None =
             grammars=grammars,
             **{name: getattr(engine, name) for name in ENGINE_KEYS},
         )
+        name = target.name
+        del target  # its layers, where the engine packed them
 
         def compiled(name: str, seconds: float) -> None:
             progress.done(f"compiling {name}", seconds)
@@ -143,7 +145,7 @@ def load(config: ServeConfig, check: Callable[[], None], stages: Stages | None =
         runner.warm_up(compiled)
     say(f"{runner.num_executables} executables are ready, {hits.count} of them from the compilation cache")
     facts = Facts(
-        target=target.name,
+        target=name,
         drafter=source or "none",
         method="none" if draft is None else draft.drafter.method,
         vocab_size=runner.vocab_size,

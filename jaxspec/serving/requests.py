@@ -96,6 +96,7 @@ class Flight:
     """A dispatched round: its output, and whose rows and prompt ends it holds."""
 
     output: Any
+    slots: int
     rows: list[tuple[Request, int]]  # request, epoch
     pieces: list[Piece]
     drafters: frozenset[int]  # handles

@@ -43,14 +43,11 @@ class Resident:
         """The parcel on the device; nothing is sent where it is there already."""
         parcel = Parcel.pack(tree)
         words = np.asarray(parcel.words)
-        known, there = self._there.get(shape, (None, None))
-        if there is not None and known is not None and np.array_equal(known, words):
-            return there
-        sent = jax.device_put(words, self.device)
-        place = sent if there is None else there.words
-        if there is None:  # compiles the copy at start-up
-            sent = jax.device_put(words, self.device)
-        moved = dataclasses.replace(parcel, words=_overwrite(place, sent))
+        known = self._there.get(shape)
+        if known is not None and np.array_equal(known[0], words):
+            return known[1]
+        place = jax.device_put(words, self.device) if known is None else known[1].words
+        moved = dataclasses.replace(parcel, words=_overwrite(place, jax.device_put(words, self.device)))
         self._there[shape] = words, moved
         return moved
 
@@ -117,11 +114,12 @@ class RoundInputs:
             alive[request.slot] = True
         for request in drafters:
             proposals[request.slot] = self.rows_each - 1
-        sampling = SlotSampling(temperature, None if shape.bare else top_k, None if shape.bare else top_p, min_p)
+        sampling: Any = SlotSampling(temperature, top_k, top_p, min_p)
+        if shape.bare:
+            sampling = dataclasses.replace(sampling, top_k=None, top_p=None)
         inputs = RoundInput(
-            alive, table, limits, proposals, pinned, np.int32(budget), seeds, samples,
-            sampling, None if shape.bare else logprobs, observed, rules,
-            self._prefill_rows(pieces) if shape.prefill else None,
+            alive, table, limits, proposals, pinned, np.int32(budget), seeds, samples, sampling,
+            None if shape.bare else logprobs, observed, rules, self._prefill_rows(pieces) if shape.prefill else None,
         )  # fmt: skip
         return self.home.inputs(shape, inputs)
 

@@ -156,13 +156,15 @@ class ShardedEngine:
         every = lambda tree: placement.inputs([tree] * data)  # noqa: E731
         self._empty = dataclasses.replace(first.inputs, home=Gathered(every))
         self._halves = options.get("grammars") is not None if halves is None else halves
-        self.executables = Executables(self.program, first.shapes, self._empty, self._halves, self._lower)
+        self.executables = Executables(self.program, first.shapes, self._empty, self._halves, lower=self._lower)
         self._owners: dict[int, tuple[int, int]] = {}  # handle -> shard, its handle there
         self._compilations = CompilationCounter()
 
     # -- start-up -----------------------------------------------------------------------------------------------------
 
-    def _lower(self, step: Callable[..., Any], static: dict[str, Any], *arguments: Any) -> Any:
+    def _lower(
+        self, step: Callable[..., Any], static: dict[str, Any], donated: tuple[int, ...], *arguments: Any
+    ) -> Any:
         """`executables.lower` over the mesh."""
         place = self.placement
         rows = place.sharding(PartitionSpec(), by_data=True)
@@ -175,7 +177,7 @@ class ShardedEngine:
             return leaf if known else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=rows)
 
         one.__name__ = step.__name__
-        jitted = jax.jit(place.step(one), donate_argnums=1, out_shardings=(self._state_shardings, rows))
+        jitted = jax.jit(place.step(one), donate_argnums=donated, out_shardings=(self._state_shardings, rows))
         with jax.sharding.use_abstract_mesh(place.mesh.abstract_mesh):
             return jitted.lower(*jax.tree.map(placed, arguments))
 
@@ -345,7 +347,7 @@ class ShardedEngine:
         return took_part
 
     def _run(self, shape: Shape, inputs: RoundInput) -> Any:
-        self.state, output = self.executables.whole(shape)(self.weights, self.state, inputs)
+        self.state, output = self.executables.run(shape, self.weights, self.state, inputs)
         return self._checked(output)
 
     def _run_masked(self, shape: Shape, inputs: RoundInput, chosen: list[Chosen]) -> Any:
@@ -360,8 +362,7 @@ class ShardedEngine:
 
     def _checked(self, output: Any) -> Any:
         if self._debug:
-            for name in ("tokens", "counts", "verified", "first"):
-                check_copies(getattr(output, name), name)
+            check_copies(output.words, "results")
         return output
 
 

@@ -62,7 +62,7 @@ def verify_attention(
     place = (rows.requests * tiles + offset // height) * height + offset % height
     place = jnp.where((offset >= 0) & (offset < rows.lengths[rows.requests]), place, -1).astype(jnp.int32)
     table = rows.page_table.astype(jnp.int32)
-    shares = _attend((span, segments, table, q, k, v, info, pool), sizes, interpret)
+    shares = _attend((span, segments, table, q, k, v, info, pool), tuple(sizes.items()), interpret)
     return _merge(place, shares, q, interpret)
 
 
@@ -71,9 +71,13 @@ def _power(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _attend(operands: tuple[Array, ...], sizes: dict[str, int], interpret: Any) -> tuple[Array, Array, Array]:
+@functools.partial(jax.jit, static_argnums=(1, 2))  # traced and lowered once for all layers of a program
+def _attend(
+    operands: tuple[Array, ...], tiles: tuple[tuple[str, int], ...], interpret: Any
+) -> tuple[Array, Array, Array]:
     """Weighted values [S, RT x height, heads, D], largest scores and sums of weights [S, RT x height, heads]."""
     _, _, _, q, k, _, info, _ = operands
+    sizes = dict(tiles)
     programs, height = info.shape[:2]
     lead = (sizes["splits"] + 1, programs * height, q.shape[1])
     return pl.pallas_call(
@@ -168,6 +172,7 @@ def _kernel(span, segments, table, q, k, v, info, pool, mixed, peak, total, *, t
     plt.store(total.at[split, target, query], weight, mask=real)
 
 
+@functools.partial(jax.jit, static_argnums=3)
 def _merge(place: Array, shares: tuple[Array, Array, Array], q: Array, interpret: Any) -> Array:
     """Softmax over the shares' softmaxes, in row order; zeros for padding."""
     splits = shares[0].shape[0]
