@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections import namedtuple
 from pathlib import Path
 from types import ModuleType
 
@@ -112,3 +113,24 @@ def test_every_mutant_names_a_place_and_tests_that_exist(root: Path) -> None:
         assert (root / mutant.file).read_text(encoding="utf-8").count(mutant.old) == 1, mutant.id
         assert all((root / test.partition("::")[0]).is_file() for test in mutant.tests), mutant.id
     assert len({mutant.id for mutant in MUTANTS}) == len(MUTANTS)
+
+
+def test_a_profile_counts_what_overlaps_once_and_names_what_took_longest(root: Path) -> None:
+    table = tool(root, "profile_table")
+    assert table._union([(0.0, 4.0), (1.0, 2.0), (3.0, 6.0), (9.0, 10.0)]) == 7.0
+    assert table._union([]) == 0.0
+    event = namedtuple("event", "name duration_ns")
+    rows = table._table([event("a#1", 500), event("b", 4000), event("a#2", 1500)], steps=2)
+    assert rows == [{"name": "b", "calls": 0.5, "us": 2.0}, {"name": "a", "calls": 1.0, "us": 1.0}]
+
+
+def test_the_cost_curve_spans_requests_and_rows_and_times_no_point_twice(root: Path) -> None:
+    bench = tool(root, "bench_round")
+    points = [(requests, rows) for requests, all_rows in bench.CURVE.items() for rows in all_rows]
+    assert {1, 64} <= {requests for requests, _ in points} and {1, 512} <= {rows for _, rows in points}
+    assert all(rows % requests == 0 for requests, rows in points)
+    target = bench.ModelConfig.from_hf(bench.SHAPES["tiny"])
+    known = [bench.Case("plain", None), bench.Case("verify 16 rows", bench.ngram(target, 15), 1, 16)]
+    cases = bench.curve_cases(target, known)
+    assert [(case.requests, case.rows) for case in cases] == [p for p in points if p not in ((1, 1), (1, 16))]
+    assert all((case.draft is None) == (case.requests == case.rows) for case in cases)

@@ -240,8 +240,12 @@ def header() -> dict[str, Any]:
     commit = os.environ.get("SOURCE_COMMIT")
     if commit is None:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    asked = sys.argv[1:]
+    if "--json" in asked:  # where a run kept its file says nothing
+        at = asked.index("--json")
+        del asked[at : at + 2]
     return {
-        "command": " ".join(["python", "tools/bench_round.py", *sys.argv[1:]]),
+        "command": " ".join(["python", "tools/bench_round.py", *asked]),
         "commit": commit,
         "device": jax.devices()[0].device_kind,
         "platform": jax.devices()[0].client.platform_version.strip(),

@@ -32,7 +32,8 @@ def write_rows(
 def places(layout: RaggedLayout, page_size: int) -> tuple[Int[Array, "M"], Int[Array, "M"]]:
     """(page, row of the page) that each row is written to; the trash page's first for padding."""
     table = layout.page_table[layout.requests, layout.slots // page_size]
-    return jnp.where(layout.valid, table, TRASH_PAGE), jnp.where(layout.valid, layout.slots % page_size, 0)
+    page = jnp.where(layout.valid, table, TRASH_PAGE)
+    return page, jnp.where(layout.valid, layout.slots % page_size, 0)
 
 
 def gather(

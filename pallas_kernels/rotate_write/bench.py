@@ -45,7 +45,8 @@ def cases(platform: str) -> Iterable[Case]:
 
 
 def _run(name: str, *operands: Any) -> Any:
-    return rotate_write(*operands, eps=EPS, implementation=name)
+    heads, norm, cos, sin, page, offset, pool = operands
+    return rotate_write(heads, norm, cos, sin, page, offset, pool, EPS, name)
 
 
 def _draw(s: Shape, seed: int) -> Sequence[Any]:

@@ -149,8 +149,8 @@ DRAFTERS = [
     Mutant(
         "drafters-serving-position",
         "jaxspec/drafters/block.py",
-        "context, slots.positions[:, None], slots.live[:, None])",
-        "context, slots.positions[:, None] + 1, slots.live[:, None])",
+        "context, anchors, slots.live[:, None])",
+        "context, anchors + 1, slots.live[:, None])",
         _SAME,
         "the anchor stands at s, where the context ends",
     ),

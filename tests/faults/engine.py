@@ -145,8 +145,8 @@ ENGINE = [
     Mutant(
         "engine-read-past-the-door",
         _ENGINE,
-        "self.drafting.time(flight, int(counts.sum()))",
-        "self.drafting.time(flight, int(output.counts.sum()))",
+        "self.drafting.time(flight, int(results.counts.sum()))",
+        "self.drafting.time(flight, int(output.words.sum()))",
         (f"{_FILE}::test_500_mixed_steps_compile_nothing_and_read_through_one_door",),
         "a second copy from the device in every round",
     ),
