@@ -20,9 +20,10 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
+import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -99,9 +100,12 @@ def build(pairs: Pairs, arguments: argparse.Namespace) -> Bench:
     }
     rng = np.random.default_rng(7)
     low, high = arguments.new_tokens // 2, arguments.new_tokens * 3 // 2
+    started = time.perf_counter()
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        for future in [pool.submit(lean(engine).warm_up) for engine in engines.values()]:
+        for name, future in {name: pool.submit(lean(engine).warm_up) for name, engine in engines.items()}.items():
             future.result()
+            seconds = time.perf_counter() - started
+            print(f"{slots}: {name}: {engines[name].num_executables} compiled, {seconds:.0f} s", flush=True)
     return Bench(pairs, arguments, engines, rng.integers(low, high + 1, 997).tolist(), DraftSwitch())
 
 
@@ -251,6 +255,13 @@ def verdicts(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return checks
 
 
+def write(record: dict[str, Any], path: Path) -> None:
+    """All of it or nothing: the process may be ended at any time."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(lines(record), encoding="utf-8")
+    partial.replace(path)
+
+
 def lines(record: dict[str, Any]) -> str:
     """JSON with a line for each field, and for each entry of a list of records."""
 
@@ -298,7 +309,9 @@ def main(argv: list[str] | None = None) -> int:
         record = crowd(arguments, list(sys.argv[1:] if argv is None else argv))
     for check in record["checks"]:
         print(json.dumps(check), flush=True)
-    return int(not all(check["holds"] for check in record["checks"]))
+    if missing := record.get("missing"):
+        print(f"NOT MEASURED: {missing}", flush=True)
+    return int(bool(missing) or not all(check["holds"] for check in record["checks"]))
 
 
 def alone(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -316,7 +329,7 @@ def alone(arguments: argparse.Namespace) -> dict[str, Any]:
     def save(name: str, value: Any) -> None:
         record[name] = value
         record["seconds"] = round(time.perf_counter() - started, 1)
-        arguments.out.write_text(lines(record), encoding="utf-8")
+        write(record, arguments.out)
         print(f"{arguments.concurrency[0]}: {record['seconds']:.0f} s: {name}", flush=True)
 
     bench = build(pairs, arguments)
@@ -350,24 +363,29 @@ def turn(meet: Path | None, crowd: int) -> Iterator[None]:
 
 
 def crowd(arguments: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
-    """A process for each concurrency; their records as one. SystemExit where none came to a result."""
-    with tempfile.TemporaryDirectory() as folder:
-        meet, env = Path(folder), {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        running = {}
+    """A process for each concurrency; their records as one. Their own lie beside it until the end; a SIGTERM ends them
+    too."""
+    folder = arguments.out.with_suffix(".parts")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    env, running = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, {}
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
         for one in arguments.concurrency:
-            own = ["--concurrency", str(one), "--largest", str(max(arguments.concurrency)), "--meet", folder]
-            own += ["--crowd", str(len(arguments.concurrency)), "--out", str(meet / f"{one}.json")]
+            own = ["--concurrency", str(one), "--largest", str(max(arguments.concurrency)), "--meet", str(folder)]
+            own += ["--crowd", str(len(arguments.concurrency)), "--out", str(folder / f"{one}.json")]
             running[one] = subprocess.Popen([sys.executable, __file__, *argv, *own], env=env)
         while running:
             time.sleep(0.2)
-            for one, process in list(running.items()):
-                if process.poll() is None:
-                    continue
-                del running[one]
-                if not (meet / f"ready-{process.pid}").exists():  # it broke: the others need not wait for it
-                    (meet / f"ready-{process.pid}").touch()
-                merge(arguments, meet)
-        return merge(arguments, meet)
+            for one in [one for one, process in running.items() if process.poll() is not None]:
+                (folder / f"ready-{running.pop(one).pid}").touch()  # if it broke, the others need not wait for it
+                merge(arguments, folder)
+    finally:
+        for process in running.values():
+            process.kill()
+        record = merge(arguments, folder)
+    shutil.rmtree(folder)
+    return record
 
 
 def merge(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -375,7 +393,7 @@ def merge(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     parts = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("*.json")]
     parts = sorted((part for part in parts if "checks" in part), key=lambda part: part["loads"][0]["concurrency"])
     if not parts:
-        return {"checks": []}
+        return {"checks": [], "missing": arguments.concurrency}
     own = ("executables", "cost", "loads", "checks", "overlap", "idle", "confidences", "guard", "seconds")
     record = {name: value for name, value in parts[0].items() if name not in own} | {"command": command()}
     record["missing"] = sorted(set(arguments.concurrency) - {part["loads"][0]["concurrency"] for part in parts})
@@ -387,7 +405,7 @@ def merge(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for part in parts:
             if name in part:
                 record[name] = part[name]
-    arguments.out.write_text(lines(record), encoding="utf-8")
+    write(record, arguments.out)
     return record
 
 
