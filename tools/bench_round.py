@@ -172,7 +172,8 @@ class Bench:
         for request in engine._requests():
             request.text, request.phase = request.history, Phase.DECODING
             rows = self.context + rows_in_flight(1, engine._inputs.written)
-            assert request.lease.reserve(engine._allocator, rows, engine.max_context, engine._cache.evict)
+            pages = engine._pages
+            assert request.lease.reserve(pages._allocator, rows, engine.max_context, pages._cache.evict)
             request.lease.commit(self.context)
         noise = jax.jit(
             lambda old, seed: 0.5 * jax.random.normal(jax.random.key(seed), old.shape, old.dtype), donate_argnums=0
