@@ -130,9 +130,9 @@ def test_without_a_mesh_nothing_happens():
 
 def test_a_sorted_top_k_is_the_compilers_own():
     x = jnp.asarray(np.random.default_rng(0).integers(-3, 3, (5, 4, 40)), jnp.float32)  # ties everywhere
-    mesh = jax.sharding.AbstractMesh((1, 1), ("data", "tensor"))
-    with jax.sharding.use_abstract_mesh(mesh):
-        values, ids = jax.jit(lambda x: top_k(x, 7))(x)
+    place = placement(1, 1)
+    with jax.sharding.use_abstract_mesh(place.mesh.abstract_mesh):
+        values, ids = jax.jit(lambda x: top_k(x, 7))(jax.device_put(x, place.sharding(P())))
     known, where = jax.lax.top_k(x, 7)
     assert (values == known).all() and (ids == where).all()
 
