@@ -142,11 +142,12 @@ class BlockDrafter:
             functools.partial(_over_dense, keys, values, anchors, keep, masks)
             for (keys, values), masks in zip(context, self.config.layer_masks, strict=True)
         ]
-        return self._layers(params, inputs, anchors, attends)
+        return self.block_layers(params, inputs, anchors, attends)
 
-    def _layers(
+    def block_layers(
         self, params: ly.Params, inputs: Float[Array, "B N block H"], anchors: Int[Array, "B N"], attends: Sequence[Any]
     ) -> tuple[Float[Array, "B N block H"], list[Any]]:
+        """`block_forward` with each layer's attention over its context given."""
         model = self.config.model
         positions = anchors[:, :, None] + jnp.arange(self.config.block_size)
         cos, sin = rotary(model.rope, model.head_dim, positions)
@@ -185,7 +186,7 @@ class BlockDrafter:
             else:
                 keys, values = gather(pool, slots.page_table, slots.positions)
             attends.append(functools.partial(_over_dense, keys.astype(dtype), values.astype(dtype), at, live, masks))
-        return self._layers(params, inputs, anchors, attends)[0][:, 0]
+        return self.block_layers(params, inputs, anchors, attends)[0][:, 0]
 
     def block_inputs(self, shared: Shared, ids: Int[Array, "*rows"], dtype: Any) -> Float[Array, "*rows H"]:
         """Raw embedding rows times input_embedding_scale."""

@@ -67,7 +67,7 @@ def zeros_like_output(function):
 SILENCED = [
     (
         BlockDrafter,
-        "block_forward",
+        "block_layers",
         (
             "2.",
             "3.",
