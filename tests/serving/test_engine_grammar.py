@@ -119,7 +119,7 @@ def test_overlap_changes_neither_tokens_nor_accept_lengths(engine):
         asked.append(([rng.randrange(256) for _ in range(rng.randint(1, 30))], SamplingParams(**drawn), grammar))
     heard = {}
     for lag in (1, 0):
-        engine._lag = lag
+        engine.lag = lag
         engine.drop_prefixes()
         waiting, owners, events = list(enumerate(asked)), {}, {}
         while waiting or engine.live:
@@ -131,7 +131,7 @@ def test_overlap_changes_neither_tokens_nor_accept_lengths(engine):
                 events.setdefault(owners[event.handle], []).append(said)
             assert len(engine._flights) <= lag
         heard[lag] = events
-    engine._lag = 1
+    engine.lag = 1
     assert heard[0] == heard[1]
     assert len({accepted for events in heard[0].values() for _, accepted, _, _ in events}) > 2
 
