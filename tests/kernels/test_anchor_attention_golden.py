@@ -10,8 +10,6 @@ from jaxspec.evaluation.conformance.main import run_case
 from pallas_kernels.anchor_attention import api
 from pallas_kernels.anchor_attention.tpu import TpuKernels
 
-pytestmark = pytest.mark.ci
-
 GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = [
     "02_dflash_fwd_q3a", "03_dflash_gen_q3a", "04_dflash_train_full", "04_dflash_train_sliding",
@@ -30,6 +28,7 @@ def calls(monkeypatch):
         yield seen
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", CASES)
 def test_golden_case_with_the_kernel(name, calls):
     outcome = run_case(GOLDEN / name, GOLDEN, dump=None)
@@ -37,8 +36,25 @@ def test_golden_case_with_the_kernel(name, calls):
     assert calls, "the kernel was not used"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["07_eagle3_train_q3a", "07_eagle3_train_llama_fullvocab"])
 def test_golden_eagle3_training_with_the_kernel(name, calls):
     outcome = run_case(GOLDEN / name, GOLDEN, dump=None)
+    assert outcome.status == "pass", outcome.line()
+    assert calls, "the kernel was not used"
+
+
+OTHERS = [
+    *("02_dflash_fwd_llama", "03_dflash_gen_q3b_tied", "03_dflash_gen_random", "04_dflash_train_dpace"),
+    *("04_dflash_train_lk_lambda", "05_dspark_train_gated", "05_dspark_train_rnn", "06_dflash2_gen"),
+    *("06_dflash2_train_stopgrad", "10_ddtree_gen"),
+]
+
+
+@pytest.mark.slow("golden-kernels", covers=("pallas_kernels/anchor_attention", "jaxspec/drafters"))
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_other_golden_case_of_a_block_drafter_with_the_kernel(name, calls, record_property):
+    outcome = run_case(GOLDEN / name, GOLDEN, dump=None)
+    record_property(name, outcome.line())
     assert outcome.status == "pass", outcome.line()
     assert calls, "the kernel was not used"
