@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.decoding.compilations import CacheHits
 from jaxspec.decoding.parcel import Parcel
 from jaxspec.decoding.ragged import EngineState, RaggedOutput, RaggedProgram, Results, RoundInput
 from jaxspec.decoding.round import Weights
@@ -67,6 +68,7 @@ class Executables:
         self._spare: dict[int, list[Any]] = collections.defaultdict(list)  # by words
         self.built: dict[str, Any] = {}  # by name
         self.confident = False  # whether rounds carry a confidence
+        self.cached = 0  # of them from the persistent compilation cache
         self.newest: Shape | None = None  # of the round that was started last
 
     @property
@@ -92,7 +94,9 @@ class Executables:
             started = time.perf_counter()
             return name, lowered.compile(), time.perf_counter() - started
 
-        times = []
+        for shape in self.shapes:  # the copies that bring inputs are no executables of ours
+            self._inputs.round(shape, observed=observed(shape.slots))
+        hits, times = CacheHits(), []
         with concurrent.futures.ThreadPoolExecutor() as pool:
             lowered = (named for shape in self.shapes for named in self.lowered(shape, weights, state, observed))
             waiting = [pool.submit(build, *named) for named in lowered]
@@ -106,6 +110,7 @@ class Executables:
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)  # a server that is stopped does not compile on
                 raise
+        self.cached = hits.count
         return times
 
     def run(self, shape: Shape, weights: Weights, state: EngineState, inputs: Any) -> tuple[EngineState, RaggedOutput]:

@@ -88,7 +88,6 @@ def load(config: ServeConfig, check: Callable[[], None], stages: Stages | None =
     if source is not None:
         check_source(source)  # a wrong path should not wait for the target
     from jaxspec.checkpoints.target import load_target
-    from jaxspec.decoding.compilations import CacheHits
     from jaxspec.parallel.mesh import placement
     from jaxspec.serving.cost import load_cost_table
     from jaxspec.serving.cost_origin import check_origin, origin
@@ -143,9 +142,10 @@ def load(config: ServeConfig, check: Callable[[], None], stages: Stages | None =
 
         progress.add(runner.num_executables)
         progress.show("compiling")
-        hits = CacheHits()
         runner.warm_up(compiled)
-    say(f"{runner.num_executables} executables are ready, {hits.count} of them from the compilation cache")
+    say(
+        f"{runner.num_executables} executables are ready, {runner.executables.cached} of them from the compilation cache"
+    )
     facts = Facts(
         target=name,
         drafter=source or "none",
