@@ -143,9 +143,8 @@ def load(config: ServeConfig, check: Callable[[], None], stages: Stages | None =
         progress.add(runner.num_executables)
         progress.show("compiling")
         runner.warm_up(compiled)
-    say(
-        f"{runner.num_executables} executables are ready, {runner.executables.cached} of them from the compilation cache"
-    )
+    count, cached = runner.num_executables, runner.executables.cached
+    say(f"{count} executables are ready, {cached} of them from the compilation cache")
     facts = Facts(
         target=name,
         drafter=source or "none",
