@@ -128,14 +128,14 @@ def test_a_round_without_news_sends_nothing(monkeypatch):
     for _ in range(4):
         engine.step()
     sent.clear()
-    where = {shape: known[1].words.unsafe_buffer_pointer() for shape, known in engine._inputs._resident.items()}
+    where = {shape: known[1].words.unsafe_buffer_pointer() for shape, known in engine._inputs.home._there.items()}
     for _ in range(8):
         engine.step()
     assert not sent
     engine.admit([4, 5], GREEDY)
     engine.step()
     assert sent
-    assert where == {shape: known[1].words.unsafe_buffer_pointer() for shape, known in engine._inputs._resident.items()}
+    assert where == {shape: known[1].words.unsafe_buffer_pointer() for shape, known in engine._inputs.home._there.items()}
 
 
 def test_the_device_decides(caplog):
