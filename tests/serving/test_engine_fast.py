@@ -135,7 +135,9 @@ def test_a_round_without_news_sends_nothing(monkeypatch):
     engine.admit([4, 5], GREEDY)
     engine.step()
     assert sent
-    assert where == {shape: known[1].words.unsafe_buffer_pointer() for shape, known in engine._inputs.home._there.items()}
+    assert where == {
+        shape: known[1].words.unsafe_buffer_pointer() for shape, known in engine._inputs.home._there.items()
+    }
 
 
 def test_the_device_decides(caplog):
