@@ -83,13 +83,8 @@ def test_two_processes_equal_one_stop_together_and_go_on(tmp_path):
         optimizer__warmup_ratio=0.0,
     )
     assert run(alone, target=world.target())["step"] == step + 4
-    one, two = (
-        {
-            line["step"]: line["loss"]
-            for line in map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
-        }
-        for name in ("one", "two")
-    )
+    logs = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("one", "two")]
+    one, two = ({line["step"]: line["loss"] for line in map(json.loads, lines)} for lines in logs)
     before = [number for number in one if number <= step and number in two]  # later windows begin at the resumption
     assert len(before) >= 2
     assert [two[number] for number in before] == pytest.approx([one[number] for number in before], abs=1e-5)
