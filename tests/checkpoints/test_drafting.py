@@ -110,6 +110,7 @@ def test_options_without_a_drafter_are_an_error_in_the_api() -> None:
         jaxspec.load(Q3A, None, dtype="float32", tree_nodes=4)
 
 
+@pytest.mark.ci
 def test_a_recurrent_chain_reports_survival_behind_its_option(target: Any) -> None:
     import jax
     import jax.numpy as jnp

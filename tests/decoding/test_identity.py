@@ -167,6 +167,7 @@ def test_B14_any_number_of_proposals(world: World, count: int) -> None:
         assert max(one.accepted) <= count
 
 
+@pytest.mark.ci
 def test_B14_verify_rows_do_not_depend_on_the_verify_width() -> None:
     """Widths 1 to m + 1 at one prefix: as rows of one compiled shape, and as shapes of their own."""
     target = tiny_target()

@@ -47,6 +47,7 @@ def test_a_product_is_that_of_the_dequantised_matrix(dtype: Any):
     assert (np.abs(np.asarray(qwix.dequantize(held), np.float64) - whole) <= 0.51 * step).all()
 
 
+@pytest.mark.ci
 def test_only_the_matrices_of_the_layers_are_quantised_and_a_scan_runs_them_too():
     target = tiny_target()
     held = quantised(target)
@@ -78,6 +79,7 @@ def test_bytes_are_about_half_of_bfloat16():
     assert tree_bytes(held) < 9 * 2**30, "it has to leave room on a 16 GB chip"
 
 
+@pytest.mark.ci
 def test_a_checkpoint_is_quantised_as_it_is_read():
     whole, held = (load_target(GOLDEN / "targets" / "q3a", "float32", quantization=kind) for kind in (None, "int8"))
     expected = quantised(whole)

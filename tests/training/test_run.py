@@ -218,6 +218,7 @@ def test_epochs_set_the_number_of_steps(tmp_path, data):
     assert report["step"] == 4  # ceil(7 examples / 2): the last batch is half padding
 
 
+@pytest.mark.ci
 def test_B66_nothing_compiles_after_the_first_steps(tmp_path, data):
     marks = {}
     with count_compiles() as compiled:
