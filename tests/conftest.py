@@ -31,7 +31,24 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.process import QUICK
+
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def _quick_compiler() -> None:
+    """libtpu refuses flags that it does not know: they stand in the environment only while the CPU back end, which
+    takes what it finds, is made."""
+    if "--slow" in " ".join(sys.argv) or os.environ["JAX_PLATFORMS"] != "cpu":
+        return
+    import jax
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {QUICK}".strip())
+        jax.devices()
+
+
+_quick_compiler()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.ci
 
 PROMPTS = ([1, 2, 3], [9, 8, 9, 10, 11, 40, 41], [16] * 7, [31])
 NEW = 512
+SLOW = pytest.mark.slow("identity-tiny", covers=("jaxspec/decoding", "jaxspec/drafters", "jaxspec/models"))
 BUILD = {
     "eagle3-chain": lambda target: pairs.eagle3(target),
     "eagle3-tree": lambda target: pairs.eagle3(target, pairs.DYNAMIC),
@@ -50,7 +51,7 @@ def texts(target: Any, draft: Any, prompts: Any = PROMPTS, new: int = NEW, **cha
     return generate(runner, [list(prompt) for prompt in prompts], params)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", pytest.param("qwen3", marks=SLOW)])
 def world(request: pytest.FixtureRequest) -> Any:
     target = long_target(request.param)
     return target, [list(one.tokens) for one in texts(target, None)]
@@ -62,13 +63,18 @@ def test_B14_512_greedy_tokens_are_the_targets_own(world: Any, name: str) -> Non
     assert [list(one.tokens) for one in texts(target, pairs.draft(BUILD[name](target)))] == expected
 
 
-@pytest.mark.parametrize("tree", [None, DynamicTree(top_k=4, depth=5, nodes=19)])
+TREE = DynamicTree(top_k=4, depth=5, nodes=19)
+
+
 @pytest.mark.parametrize(
-    ("target", "case"),
+    ("target", "case", "tree"),
     [
-        ("llama_b", "07_eagle3_infer_llama"),
-        ("q3a", "07_eagle3_infer_q3_fullvocab"),
-        ("llama_a", "07_eagle2_infer_llama"),
+        ("llama_b", "07_eagle3_infer_llama", None),
+        pytest.param("llama_b", "07_eagle3_infer_llama", TREE, marks=SLOW),
+        ("q3a", "07_eagle3_infer_q3_fullvocab", TREE),
+        pytest.param("q3a", "07_eagle3_infer_q3_fullvocab", None, marks=SLOW),
+        ("llama_a", "07_eagle2_infer_llama", TREE),
+        pytest.param("llama_a", "07_eagle2_infer_llama", None, marks=SLOW),
     ],
 )
 def test_B14_512_tokens_with_drafters_that_are_often_right(target: str, case: str, tree: Any) -> None:

@@ -27,14 +27,6 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = find_cases(GOLDEN)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Tiny tensors, many programs: almost all the time here is XLA's optimiser. The command itself leaves it on."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def kind(folder: Path) -> str:
     return json.loads((folder / "case.json").read_text())["kind"]
 
@@ -95,15 +87,18 @@ SILENCED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("owner", "method", "folder"),
-    [
-        pytest.param(owner, method, folder, id=f"{owner.__name__}.{method}-{name(folder)}")
-        for owner, method, starts in SILENCED
-        for folder in CASES
-        if kind(folder).startswith(starts)
-    ],
-)
+def silenced_cases():
+    """One case a kind belongs to `make test`, the others to `make test-slow-silenced`."""
+    slow = pytest.mark.slow("silenced", covers=("jaxspec/evaluation", "jaxspec/drafters", "jaxspec/decoding"))
+    for owner, method, starts in SILENCED:
+        seen = set()
+        for folder in (folder for folder in CASES if kind(folder).startswith(starts)):
+            marks = slow if kind(folder) in seen else ()
+            seen.add(kind(folder))
+            yield pytest.param(owner, method, folder, marks=marks, id=f"{owner.__name__}.{method}-{name(folder)}")
+
+
+@pytest.mark.parametrize(("owner", "method", "folder"), list(silenced_cases()))
 def test_a_silenced_forward_fails_every_case_of_its_kinds(owner, method, folder, monkeypatch):
     """The runner holds no model of its own: with the product's forward gone, nothing passes."""
     monkeypatch.setattr(owner, method, zeros_like_output(getattr(owner, method)))

@@ -6,9 +6,18 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
+
+CHIPS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
+
+
+def ahead_of_time(now: str) -> list[Any]:
+    """Parameters: every chip; `now` belongs to `make test`, the others to `make test-slow-kernels-aot`."""
+    later = pytest.mark.slow("kernels-aot", covers=("pallas_kernels",))
+    return [pytest.param(chip, marks=() if chip == now else later) for chip in CHIPS]
 
 
 def interpreted(name: str) -> dict[str, Any]:

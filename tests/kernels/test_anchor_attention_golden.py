@@ -12,9 +12,14 @@ from pallas_kernels.anchor_attention.tpu import TpuKernels
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = [
-    "02_dflash_fwd_q3a", "03_dflash_gen_q3a", "04_dflash_train_full", "04_dflash_train_sliding",
-    "04_deepspec_dflash_train", "05_dspark_train_vanilla", "05_deepspec_dspark_train", "05_deepspec_dspark_gen",
-    "06_dflash2_train",
+    "02_dflash_fwd_q3a", "03_dflash_gen_q3a", "04_dflash_train_sliding", "05_dspark_train_vanilla",
+    "05_deepspec_dspark_gen", "06_dflash2_train", "07_eagle3_train_q3a",
+]  # fmt: skip
+OTHERS = [
+    "02_dflash_fwd_llama", "03_dflash_gen_q3b_tied", "03_dflash_gen_random", "04_dflash_train_dpace",
+    "04_dflash_train_full", "04_dflash_train_lk_lambda", "04_deepspec_dflash_train", "05_deepspec_dspark_train",
+    "05_dspark_train_gated", "05_dspark_train_rnn", "06_dflash2_gen", "06_dflash2_train_stopgrad",
+    "07_eagle3_train_llama_fullvocab", "10_ddtree_gen",
 ]  # fmt: skip
 
 
@@ -28,33 +33,20 @@ def calls(monkeypatch):
         yield seen
 
 
+def check(name, calls):
+    outcome = run_case(GOLDEN / name, GOLDEN, dump=None)
+    assert outcome.status == "pass", outcome.line()
+    assert calls, "the kernel was not used"
+    return outcome.line()
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("name", CASES)
 def test_golden_case_with_the_kernel(name, calls):
-    outcome = run_case(GOLDEN / name, GOLDEN, dump=None)
-    assert outcome.status == "pass", outcome.line()
-    assert calls, "the kernel was not used"
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("name", ["07_eagle3_train_q3a", "07_eagle3_train_llama_fullvocab"])
-def test_golden_eagle3_training_with_the_kernel(name, calls):
-    outcome = run_case(GOLDEN / name, GOLDEN, dump=None)
-    assert outcome.status == "pass", outcome.line()
-    assert calls, "the kernel was not used"
-
-
-OTHERS = [
-    *("02_dflash_fwd_llama", "03_dflash_gen_q3b_tied", "03_dflash_gen_random", "04_dflash_train_dpace"),
-    *("04_dflash_train_lk_lambda", "05_dspark_train_gated", "05_dspark_train_rnn", "06_dflash2_gen"),
-    *("06_dflash2_train_stopgrad", "10_ddtree_gen"),
-]
+    check(name, calls)
 
 
 @pytest.mark.slow("golden-kernels", covers=("pallas_kernels/anchor_attention", "jaxspec/drafters"))
 @pytest.mark.parametrize("name", OTHERS)
-def test_every_other_golden_case_of_a_block_drafter_with_the_kernel(name, calls, record_property):
-    outcome = run_case(GOLDEN / name, GOLDEN, dump=None)
-    record_property(name, outcome.line())
-    assert outcome.status == "pass", outcome.line()
-    assert calls, "the kernel was not used"
+def test_every_other_golden_case_with_the_kernel(name, calls, record_property):
+    record_property(name, check(name, calls))

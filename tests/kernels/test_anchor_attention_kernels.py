@@ -256,7 +256,8 @@ def test_heads_that_cannot_be_grouped_are_an_error():
 
 
 def test_a_visit_list_that_no_scalar_memory_holds_is_an_error():
-    shapes = jax.eval_shape(lambda: draw(0, 4096, 512, 16, 4, 1, 64, batch=64))[0]
+    arrays, _ = draw(0, 4096, 512, 16, 4, 1, 64)
+    shapes = [jax.ShapeDtypeStruct((64, *x.shape[1:]), x.dtype) for x in arrays]
     masks = [jax.ShapeDtypeStruct((64, 512), dtype) for dtype in (jnp.int32, jnp.bool_)]
     with pytest.raises(ValueError, match=r"visit list takes .* bytes of scalar memory, expected at most 524288"):
         jax.eval_shape(functools.partial(apply, TpuKernels()), shapes, *masks)

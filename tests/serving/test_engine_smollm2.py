@@ -12,7 +12,7 @@ from jaxspec.decoding.runner import SlotRunner
 from jaxspec.serving.engine import Engine
 from tests.helpers.worlds import bigram_draft
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.slow("engine-smollm2", covers=("jaxspec/serving", "jaxspec/decoding", "jaxspec/models"))
 
 
 def test_four_prompts_equal_the_offline_runner():

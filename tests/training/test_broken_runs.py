@@ -23,7 +23,7 @@ from jaxspec.training.checkpoint import Checkpoints
 from jaxspec.training.directory import MARKER, check, locked, prepare, writing
 from jaxspec.training.loop import TrainingError
 from jaxspec.training.state import create
-from tests.helpers.process import environment
+from tests.helpers.process import QUICK, environment
 from tests.training import world
 from tests.training.test_checkpoint import state_of
 from tests.training.test_run import Lines, train
@@ -63,7 +63,8 @@ def test_a_full_disk_is_one_error_and_the_run_goes_on_from_its_last_checkpoint(t
 
     def child(limit: int) -> str:
         command = [sys.executable, "-c", textwrap.dedent(CHILD), str(place), str(data), str(limit)]
-        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240, check=False)
+        quick = environment(XLA_FLAGS=QUICK)
+        done = subprocess.run(command, env=quick, capture_output=True, text=True, timeout=240, check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

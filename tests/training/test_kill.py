@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.process import environment
+from tests.helpers.process import QUICK, environment
 from tests.training import world
 from tests.training.test_run import assert_same
 
@@ -62,7 +62,9 @@ def straight(tmp_path_factory):
 
 def child(directory: Path, data: Path, mode: str, programs: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", textwrap.dedent(CHILD), str(directory), str(data), mode, str(programs)]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(
+        command, env=environment(XLA_FLAGS=QUICK), capture_output=True, text=True, timeout=240, check=False
+    )
 
 
 @pytest.mark.ci

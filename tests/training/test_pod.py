@@ -57,7 +57,7 @@ def finish(processes: list[subprocess.Popen[str]]) -> list[str]:
     return [out.splitlines()[-1] for out, _ in ends]
 
 
-@pytest.mark.ci
+@pytest.mark.slow("mesh", covers=("jaxspec/training", "jaxspec/drafters", "jaxspec/parallel"))
 def test_two_processes_equal_one_stop_together_and_go_on(tmp_path):
     from jaxspec.training.main import run
 
