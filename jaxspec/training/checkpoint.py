@@ -32,12 +32,15 @@ class Checkpoints:
 
     Args:
       keep: how many of the newest are kept.
+      keep_every: those of steps that it divides are kept too; 0 keeps none of them.
     """
 
-    def __init__(self, directory: Path, keep: int):
+    def __init__(self, directory: Path, keep: int, keep_every: int = 0):
         self.directory = directory
         logging.getLogger("absl").addFilter(_not_told_twice)
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, cleanup_tmp_directories=True)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, keep_period=keep_every or None, create=True, cleanup_tmp_directories=True
+        )
         with self._writing():
             self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
         self._saved = self._manager.latest_step()
