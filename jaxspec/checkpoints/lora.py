@@ -92,7 +92,7 @@ class Adapter:
     def _refuse_unsupported(self, config: Mapping[str, Any]) -> None:
         def refuse(key: str, expected: str) -> None:
             action = "merge it with the library that made it and give the merged folder as target.source"
-            raise ConfigError(problem(f"{self._where}: {key}", config.get(key), expected, action))
+            raise ConfigError(problem(f"{self._where}: {key}", f"found {config.get(key)!r}", expected, action))
 
         if config.get("peft_type") != "LORA":
             refuse("peft_type", "'LORA'")

@@ -128,7 +128,7 @@ def fill(data: Mapping[str, Any]) -> Mapping[str, Any]:
     if name not in PRESETS:
         near = difflib.get_close_matches(str(name), PRESETS, n=1, cutoff=0)[0]
         expected = f"one of {', '.join(PRESETS)} (the nearest is {near}) or null"
-        raise ConfigError(problem("preset", name, expected))
+        raise ConfigError(problem("preset", f"found {name!r}", expected))
     preset = PRESETS[name]
     filled = dict(data)
     for section in ("drafter", "objective", "data", "optimizer", "run"):
