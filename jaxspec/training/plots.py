@@ -27,9 +27,9 @@ def lines(title: str, series: Mapping[str, Points], across: str = "step") -> str
     x_range, y_range = _widened(min(xs), max(xs)), _padded(min(ys), max(ys))
     parts = _frame(title, x_range, y_range, across)
     for index, points in enumerate(kept.values()):
-        colour = _COLOURS[index % len(_COLOURS)]
+        colour, dashes = _COLOURS[index % len(_COLOURS)], ' stroke-dasharray="5 3"' if index >= len(_COLOURS) else ""
         path = " ".join(f"{_x(x, x_range):.1f},{_y(y, y_range):.1f}" for x, y in points)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>')
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"{dashes}/>')
         if len(points) <= 40:
             parts += [
                 f'<circle cx="{_x(x, x_range):.1f}" cy="{_y(y, y_range):.1f}" r="2.2" fill="{colour}"/>'
@@ -87,8 +87,11 @@ def _frame(
 
 
 def _legend(names: Sequence[str]) -> list[str]:
+    """One line; what all names have up to a slash is left out, since the title says it."""
     parts, x = [], float(_LEFT)
-    for index, name in enumerate(names):
+    shared = {name.rpartition("/")[0] for name in names}
+    labels = [name.rpartition("/")[2] for name in names] if len(shared) == 1 else names
+    for index, name in enumerate(labels):
         parts.append(
             f'<rect x="{x:.0f}" y="{HEIGHT - 12}" width="9" height="9" fill="{_COLOURS[index % len(_COLOURS)]}"/>'
         )
