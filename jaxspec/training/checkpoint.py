@@ -8,6 +8,7 @@ killed in the middle leaves the checkpoint before it as the newest.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -89,7 +90,7 @@ class Checkpoints:
             if not self.directory.is_dir():  # orbax would make it anew, without what else a run directory holds
                 raise FileNotFoundError
             self._manager.save(
-                step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
+                step, args=ocp.args.Composite(state=ocp.args.StandardSave(_parts(state)), meta=ocp.args.JsonSave(meta))
             )
 
     def wait(self) -> None:
@@ -128,8 +129,9 @@ class Checkpoints:
           ResumeError: the checkpoint does not have that structure.
         """
         target = abstract(like, sharding)
+        wanted_parts = ocp.args.Composite(state=ocp.args.StandardRestore(_parts(target)))
         try:
-            state = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(target))).state
+            state = TrainState(**self._manager.restore(step, args=wanted_parts).state)
         except (ValueError, KeyError, TypeError) as error:
             raise ResumeError(
                 problem(
@@ -160,6 +162,13 @@ class Checkpoints:
                 self._manager.close()
         finally:
             logging.getLogger("absl").removeFilter(_not_told_twice)
+
+
+def _parts(state: TrainState) -> dict[str, Any]:
+    """The state by the names of its fields, without an average where there is none: a run that keeps none has the same
+    files whether the field exists or not."""
+    parts = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+    return {name: part for name, part in parts.items() if part is not None}
 
 
 def _not_told_twice(record: logging.LogRecord) -> bool:
