@@ -8,6 +8,7 @@ that it is exported under the same names, in the same dtypes and order, bit for 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ import numpy as np
 from jaxspec.checkpoints.atomic import check_replaceable
 from jaxspec.checkpoints.coverage import ignorable
 from jaxspec.checkpoints.hub import locate
+from jaxspec.checkpoints.placing import place
 from jaxspec.checkpoints.store import TensorFolder, match, read_config, write_folder
 from jaxspec.checkpoints.target import Target, float_dtype
 from jaxspec.checkpoints.vocab_map import D2T, T2D, check_vocab_map
@@ -168,17 +170,21 @@ def _shareable(
     if stored is None:
         _log.info("%s: shared with the target (its file has none)", what)
         return None
-    value = folder.read(stored).astype(dtype, copy=False)
-    if theirs.dtype == value.dtype and np.array_equal(value, np.asarray(theirs)):
+    spread = theirs.sharding if isinstance(theirs.sharding, jax.sharding.NamedSharding) else None
+    name, shape = stored, folder.shape(stored)
+    value = place(lambda index: folder.read_part(name, index).astype(dtype, copy=False), shape, spread)
+    if theirs.dtype == value.dtype and bool(jnp.array_equal(value, theirs)):
         _log.info("%s: from its own file, equal to the target's and kept once", what)
         return theirs
     _log.info("%s: from its own file, different from the target's", what)
-    return jax.device_put(value)
+    return value
 
 
-@jax.jit
-def _row_norms(table: jax.Array) -> jax.Array:
-    return jnp.sqrt(jnp.sum(jnp.square(table.astype(jnp.float32)), axis=-1))
+@functools.partial(jax.jit, static_argnums=1)
+def _row_norms(table: jax.Array, row: int) -> tuple[jax.Array, jax.Array]:
+    """Of one row, and the median of all."""
+    norms = jnp.sqrt(jnp.sum(jnp.square(table.astype(jnp.float32)), axis=-1))
+    return norms[row], jnp.median(norms)
 
 
 def _check_mask_row(draft: Draft, target: Target) -> None:
@@ -188,8 +194,7 @@ def _check_mask_row(draft: Draft, target: Target) -> None:
     mask = getattr(draft.drafter, "mask_token_id", None)
     if mask is None:
         return
-    norms = np.asarray(_row_norms(draft.shared(target).embedding))
-    row, median = float(norms[mask]), float(np.median(norms))
+    row, median = map(float, _row_norms(draft.shared(target).embedding, mask))
     if not median / _MASK_NORM_RATIO <= row <= median * _MASK_NORM_RATIO:
         _log.warning(
             "mask_token_id %d: found an embedding row of norm %.3g, expected within %gx of the median %.3g; "
@@ -199,12 +204,18 @@ def _check_mask_row(draft: Draft, target: Target) -> None:
 
 
 def save_drafter(
-    directory: str | os.PathLike[str], draft: Draft, *, dtype: Any = None, extra_files: Mapping[str, Any] | None = None
+    directory: str | os.PathLike[str],
+    draft: Draft,
+    *,
+    dtype: Any = None,
+    extra_files: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, str] | None = None,
 ) -> Path:
     """Write a drafter in its public format, atomically; returns the folder.
 
     config.json is the drafter's `to_hf()`. `draft.params` must be in the unrolled form. The dtype is `dtype`, else
     what the imported file had, else that of the weights. Own embedding and head are written where the draft has them.
+    The file's metadata is the imported file's with `metadata` over it.
 
     Raises CheckpointError when the parameters are not exactly the drafter's, or hold NaN or infinity.
     """
@@ -237,7 +248,10 @@ def save_drafter(
     config = dict(draft.drafter.to_hf())
     if draft.layout is None and tensors:
         config["dtype"] = str(next(iter(tensors.values())).dtype)
-    return write_folder(directory, tensors, config, extra_files, draft.layout.metadata if draft.layout else None)
+    said = draft.layout.metadata if draft.layout else None
+    if metadata is not None:
+        said = {**(said or {}), **metadata}
+    return write_folder(directory, tensors, config, extra_files, said)
 
 
 def check_export_folder(directory: str | os.PathLike[str]) -> None:

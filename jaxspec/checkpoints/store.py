@@ -161,6 +161,18 @@ class TensorFolder:
         self._entry(name)
         return read_tensor(self._headers[name], name)
 
+    def bytes_of(self, name: str) -> np.ndarray:
+        """One tensor's bytes, uint8 [n], mapped from the file and read-only: what is not touched is not read."""
+        entry = self._entry(name)
+        if not entry.nbytes:
+            return np.empty(0, np.uint8)
+        return np.memmap(self._headers[name].path, np.uint8, "r", entry.start, (entry.nbytes,))
+
+    def read_part(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """A part of one tensor (a slice an axis), as a fresh array in the dtype of the file."""
+        entry = self._entry(name)
+        return np.array(self.bytes_of(name).view(entry.dtype).reshape(entry.shape)[index])
+
     def metadata(self) -> dict[str, str]:
         """The free-form `__metadata__` of the file, or of the first shard."""
         return dict(next(iter(self._headers.values())).metadata) if self._headers else {}

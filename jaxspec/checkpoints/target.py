@@ -15,6 +15,8 @@ import numpy as np
 
 from jaxspec.checkpoints.cache import converted_gguf
 from jaxspec.checkpoints.hub import Located, locate
+from jaxspec.checkpoints.lora import Adapter
+from jaxspec.checkpoints.placing import Shardings, layer_groups, place, same_values, stack
 from jaxspec.checkpoints.store import TensorFolder, match, read_config, read_json
 from jaxspec.errors import CheckpointError, ConfigError, problem
 from jaxspec.models.config import ModelConfig
@@ -33,7 +35,8 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A loaded target. `params` is the unrolled tree of `model` (layers as a list), on the default device.
+    """A loaded target. `params` is the unrolled tree of `model` (layers as a list), or the stacked one where that was
+    asked for.
 
     `revision` names the weights: the hub's commit, the GGUF file's hash, or a fingerprint of the folder. `directory`
     holds the tokenizer; it is None for models made in memory.
@@ -73,19 +76,28 @@ def load_target(
     *,
     quantization: str | None = None,
     placement: Placement | None = None,
+    lora: str | os.PathLike[str] | None = None,
+    shardings: Shardings | None = None,
+    stacked: bool = False,
 ) -> Target:
-    """Load a Llama, Qwen2 or Qwen3 model, one tensor after the other.
+    """Load a Llama, Qwen2 or Qwen3 model, one shard of one tensor after the other: the host never holds more than two
+    tensors' worth (a quantised one is made on its device).
 
     Args:
       source: see `jaxspec.checkpoints.hub.locate`; a GGUF file is converted once into the cache.
       dtype: of the weights on the device: float32, bfloat16 or float16.
       cache_dir: where converted models are kept; None for ~/.cache/jaxspec.
       quantization: int8 quantises the layers' matrices as they arrive, so that `dtype` ones never exist together.
-      placement: the mesh that they go to; the default device when None.
+      placement: the mesh that they go to, by the rules of serving; the default device when None.
+      lora: a PEFT adapter's folder, merged into the matrices; it is part of the revision.
+      shardings: (tensor's name, shape) -> where it lies, in place of `placement`.
+      stacked: the layers as one dict of arrays with a leading L axis (training's form), stacked on their devices.
 
     Raises:
-      CheckpointError: files are missing, broken, or their tensors are not exactly those of the config.
-      ConfigError: the architecture or one of its settings is not supported, or the mesh does not divide it.
+      CheckpointError: files are missing, broken, or their tensors are not exactly those of the config, or of the
+      adapter.
+      ConfigError: the architecture, one of its settings or the adapter is not supported, or the mesh does not divide
+      it.
       HubError: a hub name cannot be fetched.
     """
     dtype = float_dtype(dtype, "target.dtype")
@@ -93,8 +105,14 @@ def load_target(
     directory = converted_gguf(located.path, cache_dir) if located.path.is_file() else located.path
     config = _config(directory)
     folder = TensorFolder(directory)
-    params = _params(folder, Decoder(config), dtype, check_quantization(quantization), placement)
+    if placement is not None:
+        rules, mesh = ServingRules.of(config, placement.tensor), placement
+        shardings = lambda tensor, shape: mesh.sharding(rules.parameter(tensor, shape))  # noqa: E731
+    model = Decoder(config)
+    adapter = None if lora is None else Adapter(lora, _shapes(model))
+    params = _params(folder, model, dtype, check_quantization(quantization), shardings, adapter, stacked)
     name, revision = _identity(located, directory, folder)
+    revision += "" if adapter is None else f" lora:{adapter.fingerprint()}"
     revision += f" {quantization}" if quantization else ""
     _log.info(
         "target %s: %d layers, hidden %d, %s, revision %s",
@@ -104,7 +122,11 @@ def load_target(
         dtype.name,
         revision,
     )
-    return Target(name, Decoder(config), params, revision, directory)
+    return Target(name, model, params, revision, directory)
+
+
+def _shapes(model: Decoder) -> dict[str, tuple[int, ...]]:
+    return {name: leaf.shape for name, leaf in flatten(model.abstract_params(jnp.float32)).items()}
 
 
 def float_dtype(dtype: Any, field: str) -> jnp.dtype:
@@ -151,15 +173,16 @@ def check_quantization(quantization: str | None) -> bool:
 
 
 def _params(
-    folder: TensorFolder, model: Decoder, dtype: jnp.dtype, quantised: bool, placement: Placement | None
-) -> Any:
-    expected = {name: leaf.shape for name, leaf in flatten(model.abstract_params(dtype)).items()}
+    folder: TensorFolder, model: Decoder, dtype: jnp.dtype, quantised: bool, shardings: Shardings | None,
+    adapter: Adapter | None, stacked: bool,
+) -> Any:  # fmt: skip
+    expected = _shapes(model)
     found = folder.shapes()
     tied = model.config.tie_word_embeddings
     if tied and HEAD in found:
         # Some exporters write the tied head as well: fine when it is the embedding, a contradiction when it is not.
         match({**expected, HEAD: expected[EMBEDDING]}, found, where=str(folder.directory))
-        if not np.array_equal(folder.read(HEAD), folder.read(EMBEDDING)):
+        if not same_values(folder, HEAD, EMBEDDING):
             raise CheckpointError(
                 f"{folder.directory}: found {HEAD} that differs from {EMBEDDING}, expected the same values since "
                 "tie_word_embeddings is true; "
@@ -167,14 +190,24 @@ def _params(
             )
     else:
         match(expected, found, where=str(folder.directory))
-    rules = None if placement is None else ServingRules.of(model.config, placement.tensor)
 
-    def one(name: str, shape: tuple[int, ...]) -> Any:
-        sharding = None if placement is None or rules is None else placement.sharding(rules.parameter(name, shape))
-        leaf = jax.device_put(folder.read(name).astype(dtype, copy=False), sharding)
+    def one(name: str) -> Any:
+        def read(index: tuple[slice, ...]) -> np.ndarray:
+            part = folder.read_part(name, index)
+            if adapter is not None and name in adapter.matrices:
+                return adapter.merge(name, part, index[0], index[1], dtype)
+            return part.astype(dtype, copy=False)
+
+        shape = expected[name]
+        leaf = place(read, shape, None if shardings is None else shardings(name, shape))
         return quantise_weight(leaf) if quantised and is_quantised(name) else leaf
 
-    return unflatten({name: one(name, shape) for name, shape in expected.items()})
+    if not stacked:
+        return unflatten({name: one(name) for name in expected})
+    groups = layer_groups(expected)
+    inside = {name for names in groups.values() for name in names}
+    layers = {f"model.layers.{rest}": stack([one(name) for name in names]) for rest, names in groups.items()}
+    return unflatten({name: one(name) for name in expected if name not in inside} | layers)
 
 
 def _identity(located: Located, directory: Path, folder: TensorFolder) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxspec.config import eagle_rules
+from jaxspec.config import eagle_rules, presets
 from jaxspec.config.schema import contradiction
 from jaxspec.errors import ConfigError
 
@@ -66,10 +66,10 @@ def fill_drafter(data: Any) -> Any:
 
 
 def fill_train(data: Any) -> Any:
-    """Adds absent optional sections and the objective's defaults, which depend on the drafter."""
+    """Adds absent optional sections, the preset and the objective's defaults, which depend on the drafter."""
     if not isinstance(data, Mapping):
         return data
-    filled = {"objective": {}, "optimizer": {}, "mesh": {}, **data}
+    filled = {"objective": {}, "optimizer": {}, "mesh": {}, **presets.fill(data)}
     drafter, objective = fill_drafter(filled.get("drafter")), filled["objective"]
     if not isinstance(drafter, Mapping) or not isinstance(objective, Mapping):
         return filled
@@ -252,6 +252,13 @@ def check_train(config: TrainConfig) -> None:
             "run.eval_prompts",
             "evaluations are asked for but there are no prompts",
             "set run.eval_prompts to a JSONL of prompts or run.eval_every=0",
+        )
+    if run.export_weights == "best" and not run.eval_every:
+        raise contradiction(
+            "run.export_weights",
+            "run.eval_every",
+            "the best weights are found by evaluations and there are none",
+            "set run.eval_every and run.eval_prompts, or run.export_weights=last",
         )
     if data.min_loss_tokens > data.max_length:
         raise contradiction(

@@ -17,6 +17,9 @@ class TargetSection(Section):
 
     source: str = required("HF folder, GGUF file, org/name[@revision], or the built-in `smollm2`", min_length=1)
     dtype: Dtype = key("bfloat16", "dtype of the target's parameters and activations")
+    lora: str | None = key(
+        None, "PEFT adapter (adapter_config.json, adapter_model.safetensors) that is merged at load", min_length=1
+    )
     quantization: Literal["int8"] | None = key(
         None, "int8 holds the layers' matrices in eight bits, with a scale a row; embedding and head stay"
     )
@@ -140,6 +143,9 @@ class OptimizerSection(Section):
     b2: float = key(0.999, "decay of the second moment", ge=0, lt=1)
     eps: float = key(1e-8, "AdamW epsilon", gt=0)
     weight_decay: float = key(0.0, "decoupled weight decay", ge=0)
+    ema_decay: float | None = key(
+        None, "average the parameters too, in float32; evaluations and the export take the average", gt=0, lt=1
+    )
     batch_size: int = key(4, "sequences of a micro-step; a step has batch_size x accumulation of them", ge=1)
     accumulation: int = key(1, "micro-steps of a step", ge=1)
 
@@ -170,13 +176,19 @@ class RunSection(Section):
     seed: int = key(42, "seed of initialisation, order and anchors", ge=0)
     fresh: bool = key(False, "start anew although the directory holds a run")
     checkpoint_every: int = key(200, "steps between checkpoints; 0 saves only at the end", ge=0)
+    checkpoint_seconds: float | None = key(None, "save after so many seconds without a checkpoint too", gt=0)
     keep: int = key(3, "checkpoints kept", ge=1)
+    keep_every: int = key(0, "checkpoints of steps that it divides are kept for good; 0 keeps none of them", ge=0)
     log_every: int = key(10, "steps between log lines", ge=1)
     export: str | None = key(None, "folder the drafter is exported to at the end", min_length=1)
+    export_weights: Literal["last", "best"] = key(
+        "last", "export the last weights, or those of the evaluation with the highest tau"
+    )
     anchor_attention: Literal["auto", "reference", "tpu", "gpu"] = key(
         "auto", "attention of the drafter's blocks; auto takes the device's kernel where there is one"
     )
     tensorboard: bool = key(True, "write TensorBoard events beside the JSONL")
+    wandb: str | None = key(None, "project of Weights & Biases that gets the log too; needs the package", min_length=1)
     eval_every: int = key(0, "steps between evaluations of tau; 0 has none", ge=0)
     eval_prompts: str | None = key(None, "JSONL of prompts for the evaluation", min_length=1)
     eval_new_tokens: int = key(64, "new tokens of an evaluation prompt", ge=1)
@@ -186,6 +198,10 @@ class TrainConfig(Section):
     """A training run."""
 
     version: Literal[1] = key(FORMAT_VERSION, "format version of this file")
+    preset: str | None = key(
+        None,
+        "a published recipe: dflash, dspark, eagle3, dflash2 or dflare; every key that is given replaces its value",
+    )
     target: TargetSection
     drafter: DrafterSection
     objective: ObjectiveSection

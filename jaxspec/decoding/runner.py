@@ -188,10 +188,10 @@ class SlotRunner(SlotCounts):
         self._eos = frozenset(eos)
         self._observe = observe
         self._debug = debug
-        self._device = next(iter(shared.embedding.devices()))
-        with jax.default_device(self._device):
-            dtype = shared.embedding.dtype
-            self._state = jax.jit(lambda: self.program.init_state(dtype, cache_fill))()
+        self._place = _whole(shared.embedding)
+        dtype = shared.embedding.dtype
+        begin = jax.jit(lambda: self.program.init_state(dtype, cache_fill), out_shardings=self._place)
+        self._state = begin()
         self._slots: list[_Request | None] = [None] * num_slots
         self._pending: collections.deque[Event] = collections.deque()
         self._handles = 0
@@ -228,7 +228,8 @@ class SlotRunner(SlotCounts):
         self._round = step.lower(self.weights, self._state, self._alive()).compile()
 
     def _jit(self, function: Callable[..., Any]) -> Any:
-        return jax.jit(checks.checked(function) if self._debug else function, donate_argnums=1)
+        out = self._place if isinstance(self._place, jax.sharding.NamedSharding) else None  # the next call's input
+        return jax.jit(checks.checked(function) if self._debug else function, donate_argnums=1, out_shardings=out)
 
     def _run(self, executable: Any, inputs: Any) -> Any:
         """Replaces the state (the old one was donated) and returns the call's output."""
@@ -401,7 +402,14 @@ class SlotRunner(SlotCounts):
         return jax.tree.map(self._put, chunk)
 
     def _put(self, value: np.ndarray) -> jax.Array:
-        return jax.device_put(value, self._device)
+        return jax.device_put(value, self._place)
+
+
+def _whole(table: jax.Array) -> jax.sharding.Sharding:
+    """Where what is not split lies: the device of the weights, or each device of the mesh that they are spread over."""
+    if isinstance(table.sharding, jax.sharding.NamedSharding):
+        return jax.sharding.NamedSharding(table.sharding.mesh, jax.sharding.PartitionSpec())
+    return jax.sharding.SingleDeviceSharding(next(iter(table.devices())))
 
 
 def _generation(handle: int) -> int:

@@ -187,6 +187,7 @@ class DFlash(BlockDrafter):
             "metric/target_probability": (losses.weighted_sum(hit, mask), supervised),
             "metric/accuracy_position": (jnp.sum(correct * mask, axes), jnp.sum(mask, axes)),
             "metric/ce_position": (jnp.sum(jnp.where(mask > 0, nll, 0.0), axes), jnp.sum(mask, axes)),
+            **losses.greedy_acceptance(correct, mask),
         }
 
     def objective(self, terms: Terms) -> Float[Array, ""]:

@@ -189,9 +189,12 @@ class DFlash2(DFlash):
         )
         weights = mask * self.weights(found["nll"], mask, batch.epochs)
         terms = self.terms(found["nll"], found["correct"], mask, weights)
-        if not self.objective_config.selector_alpha:
-            return terms
-        return terms | self.selector_terms(found, mask, weights, terms["ce"][1], batch)
+        if (
+            not self.objective_config.selector_alpha
+        ):  # the server walks through the selector, the unary argmax says less
+            return {name: term for name, term in terms.items() if not name.startswith("metric/accepted_")}
+        served = losses.greedy_acceptance(found["served"], mask)
+        return terms | served | self.selector_terms(found, mask, weights, terms["ce"][1], batch)
 
     def selector_terms(self, found: dict[str, Array], mask: Array, weights: Array, total: Array, batch: Batch) -> Terms:
         """The K-way cross-entropy where the label is a candidate, divided by the whole weight sum; coverage, accuracy

@@ -306,6 +306,7 @@ class DSpark(BlockDrafter):
             "metric/teacher_top1_prob": plain("teacher_top1"),
             "metric/draft_top1_prob": plain("draft_top1"),
             "metric/tau_probabilistic": (jnp.sum(tau * blocks), jnp.sum(blocks)),
+            **losses.greedy_acceptance(tokens["correct"], supervised),
         }
 
     def objective(self, terms: Terms) -> Float[Array, ""]:

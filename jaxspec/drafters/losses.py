@@ -66,6 +66,22 @@ def weighted_sum(values: Float[Array, "*t"], weights: Float[Array, "*t"]) -> Flo
     return jnp.sum(jnp.where(weights > 0, values * weights, 0.0))
 
 
+def greedy_acceptance(
+    correct: Float[Array, "B N m"], mask: Float[Array, "B N m"]
+) -> dict[str, tuple[Float[Array, "..."], Float[Array, "..."]]]:
+    """What greedy rounds at these anchors would accept where the text is the target's own greedy answer: slot k is
+    reached where the slots before it are right, and accepted where it is right too (the server's conditional
+    acceptance); and the mean tokens of such a round, the target's own included. An unsupervised slot ends its block.
+    """
+    stood = jnp.cumprod(correct * mask, axis=-1)
+    before = jnp.concatenate([jnp.ones_like(stood[..., :1]), stood[..., :-1]], axis=-1)
+    blocks = jnp.any(mask > 0, axis=-1).astype(jnp.float32)
+    return {
+        "metric/accepted_position": (jnp.sum(stood, (0, 1)), jnp.sum(before * mask, (0, 1))),
+        "metric/accepted_tau": (jnp.sum((1 + jnp.sum(stood, axis=-1)) * blocks), jnp.sum(blocks)),
+    }
+
+
 def in_chunks(per_token: Callable[..., Any], chunk: int, *blocks: Float[Array, "B N ..."]) -> Any:
     """Applies `per_token` to slices of about `chunk` blocks with rematerialisation, so that no [B x N x block x V]
     array exists. A slice takes as many blocks of every sequence, so that devices which share the batch share each

@@ -111,6 +111,7 @@ def load(config: ServeConfig, check: Callable[[], None], stages: Stages | None =
                 dtype=config.target.dtype,
                 quantization=config.target.quantization,
                 placement=place,
+                lora=config.target.lora,
             )
             codec = _codec(target.directory)
         check()

@@ -8,6 +8,7 @@ killed in the middle leaves the checkpoint before it as the newest.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -32,12 +33,15 @@ class Checkpoints:
 
     Args:
       keep: how many of the newest are kept.
+      keep_every: those of steps that it divides are kept too; 0 keeps none of them.
     """
 
-    def __init__(self, directory: Path, keep: int):
+    def __init__(self, directory: Path, keep: int, keep_every: int = 0):
         self.directory = directory
         logging.getLogger("absl").addFilter(_not_told_twice)
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, cleanup_tmp_directories=True)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, keep_period=keep_every or None, create=True, cleanup_tmp_directories=True
+        )
         with self._writing():
             self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
         self._saved = self._manager.latest_step()
@@ -86,7 +90,7 @@ class Checkpoints:
             if not self.directory.is_dir():  # orbax would make it anew, without what else a run directory holds
                 raise FileNotFoundError
             self._manager.save(
-                step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
+                step, args=ocp.args.Composite(state=ocp.args.StandardSave(_parts(state)), meta=ocp.args.JsonSave(meta))
             )
 
     def wait(self) -> None:
@@ -125,8 +129,9 @@ class Checkpoints:
           ResumeError: the checkpoint does not have that structure.
         """
         target = abstract(like, sharding)
+        wanted_parts = ocp.args.Composite(state=ocp.args.StandardRestore(_parts(target)))
         try:
-            state = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(target))).state
+            state = TrainState(**self._manager.restore(step, args=wanted_parts).state)
         except (ValueError, KeyError, TypeError) as error:
             raise ResumeError(
                 problem(
@@ -157,6 +162,13 @@ class Checkpoints:
                 self._manager.close()
         finally:
             logging.getLogger("absl").removeFilter(_not_told_twice)
+
+
+def _parts(state: TrainState) -> dict[str, Any]:
+    """The state by the names of its fields, without an average where there is none: a run that keeps none has the same
+    files whether the field exists or not."""
+    parts = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+    return {name: part for name, part in parts.items() if part is not None}
 
 
 def _not_told_twice(record: logging.LogRecord) -> bool:

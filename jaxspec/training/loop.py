@@ -17,6 +17,7 @@ import jax
 from jaxspec.config import RunSection
 from jaxspec.errors import JaxspecError, problem
 from jaxspec.training import pod
+from jaxspec.training.best import Best
 from jaxspec.training.checkpoint import Checkpoints
 from jaxspec.training.metrics import MetricsWriter, NoWriter, Window
 from jaxspec.training.pipeline import BATCH_FIELDS, Batches
@@ -54,7 +55,7 @@ class Loop:
     """Everything the loop needs besides its state.
 
     step: compiled; total_steps: None when only time limits the run; meta: the constant JSON part of every checkpoint;
-    evaluate: parameters -> numbers, or None.
+    evaluate: parameters -> numbers, or None; best: keeps the weights of the highest tau, or None.
     """
 
     config: RunSection
@@ -69,11 +70,14 @@ class Loop:
     total_steps: int | None
     meta: dict[str, Any]
     evaluate: Callable[[Any], dict[str, float]] | None = None
+    best: Best | None = None
 
     def run(self, state: TrainState, step: int, seconds: float, tokens: int) -> Outcome:
         """Train from `step` (so many steps, seconds and tokens were done before) to a limit or a signal, then save."""
         window, previous, last = Window(), None, {}
+        measured: dict[str, float] = {}
         self._begin, self._before, self._nonfinite = time.perf_counter(), seconds, int(jax.device_get(state.nonfinite))
+        self._now = self._saved_at = seconds
         self.reporter.start(step, self.total_steps)
         try:
             while (reason := self._ends(step)) is None:
@@ -93,12 +97,16 @@ class Loop:
                 if step % self.config.log_every == 0:
                     last = self._log(window, step)
                 if self.config.eval_every and step % self.config.eval_every == 0:
-                    window.pause(self._evaluate(state, step))
-                if self.config.checkpoint_every and step % self.config.checkpoint_every == 0:
+                    paused, measured = self._evaluate(state, step)
+                    window.pause(paused)
+                if self._due(step):
                     self._save(state, step, tokens)
             jax.block_until_ready(state)
             if len(window):
                 last = self._log(window, step)
+            if self.config.eval_every and step % self.config.eval_every and reason in ("steps", "seconds"):
+                _, measured = self._evaluate(state, step)  # the weights that are exported are measured too
+            last = last | measured
             self._check_taught(int(jax.device_get(state.skipped)), step, final=reason in ("steps", "seconds"))
             self._save(state, step, tokens)
             self.checkpoints.wait()
@@ -112,6 +120,7 @@ class Loop:
 
     def _ends(self, step: int) -> str | None:
         stop, seconds = pod.agreed(self.stop.name is not None, self.seconds())
+        self._now = seconds
         if stop:
             return self.stop.name or "a signal to another process"
         if self.total_steps is not None and step >= self.total_steps:
@@ -149,15 +158,27 @@ class Loop:
                 )
             )
 
+    def _due(self, step: int) -> bool:
+        """Whether a checkpoint is due: by steps, or by the time that all processes agreed on before this step."""
+        if self.config.checkpoint_every and step % self.config.checkpoint_every == 0:
+            return True
+        limit = self.config.checkpoint_seconds
+        return limit is not None and self._now - self._saved_at >= limit
+
     def _save(self, state: TrainState, step: int, tokens: int) -> None:
         moving = {"step": step, "seconds": self.seconds(), "tokens": tokens, "input": self.batches.get_state()}
+        self._saved_at = self._now
         self.checkpoints.save(step, state, self.meta | moving)
 
-    def _evaluate(self, state: TrainState, step: int) -> float:
+    def _evaluate(self, state: TrainState, step: int) -> tuple[float, dict[str, float]]:
+        """Seconds that it took, and its numbers."""
         if self.evaluate is None:
-            return 0.0
-        started = time.perf_counter()
-        numbers = {f"eval/{name}": float(value) for name, value in self.evaluate(state.params).items()}
+            return 0.0, {}
+        started, params = time.perf_counter(), state.served
+        found = {name: float(value) for name, value in self.evaluate(params).items()}
+        numbers = {f"eval/{name}": value for name, value in found.items()}
         self.writer.write(step, numbers)
-        self.reporter.say(f"step {step}  " + "  ".join(f"{name} {value:.4g}" for name, value in numbers.items()))
-        return time.perf_counter() - started
+        shown = "  ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+        kept = self.best is not None and "tau" in found and self.best.offer(step, found["tau"], params)
+        self.reporter.say(f"step {step}  {shown}{'  (the best so far, kept)' if kept else ''}")
+        return time.perf_counter() - started, numbers

@@ -25,9 +25,11 @@ from jaxspec.errors import ConfigError, DataError, ResumeError, problem
 from jaxspec.models.layers import stack_layers
 from jaxspec.training import directory as run_directory
 from jaxspec.training import fingerprint as fp
+from jaxspec.training import memory, pod, tracking
 from jaxspec.training import optimizer as opt
-from jaxspec.training import pod
+from jaxspec.training import report as run_report
 from jaxspec.training.anchors import any_anchor
+from jaxspec.training.best import Best, about
 from jaxspec.training.build import fresh_drafter, initial_params, warm_start, with_objective
 from jaxspec.training.checkpoint import Checkpoints
 from jaxspec.training.data import Examples, load_examples
@@ -81,7 +83,8 @@ def run(
 
     Returns:
       report: status ("finished", "stopped" or "already finished"), reason, step, resumed_from, seconds, tokens, export,
-      metrics. It is also in DIRECTORY/report.json.
+      weights (which the export holds), best, metrics. It is also in DIRECTORY/report.json, and DIRECTORY/report.html
+      shows it with the log's curves.
 
     Raises:
       ConfigError, DataError, CheckpointError, HubError, ResumeError: see jaxspec.errors; nothing was written for the
@@ -89,12 +92,14 @@ def run(
       TrainingError: there is nothing in the data to learn from, or no gradient is a number.
     """
     reporter = reporter or Reporter(None if pod.chief() else Console(quiet=True))
+    if config.run.export_weights == "best" and evaluate is None:
+        raise ConfigError(problem("run.export_weights", "best without an evaluation", "last", "or give `evaluate`"))
     with stop_requests() as stop:
         place = Path(config.run.directory)
         if pod.chief():
             run_directory.check(place, config.run.fresh)
         placement = choose(config.mesh, config.optimizer.batch_size, devices or jax.devices())
-        prepared = _prepare(config, target, reporter)
+        prepared = _prepare(config, target, reporter, placement)
         lock = run_directory.locked(place) if pod.chief() else contextlib.nullcontext()
         with lock, run_directory.writing(place):
             moved = run_directory.prepare(place, config.run.fresh) if pod.chief() else None
@@ -102,7 +107,7 @@ def run(
                 reporter.say(f"run.fresh: the earlier run was moved to {moved}")
             reporter.say("resolved config:\n" + render(config))
             pod.together("the run directory is there")
-            checkpoints = Checkpoints(place / "checkpoints", config.run.keep)
+            checkpoints = Checkpoints(place / "checkpoints", config.run.keep, config.run.keep_every)
             try:
                 with attention_over(_anchor_attention(config, placement)):
                     report = _train(prepared, checkpoints, evaluate, stop, placement)
@@ -110,6 +115,7 @@ def run(
                 checkpoints.close()
             if pod.chief():
                 run_directory.write_atomically(place / "report.json", json.dumps(report, indent=1) + "\n")
+                run_report.write(place, report, config, reporter.say)
             pod.together("the report is there")
         return report
 
@@ -120,13 +126,14 @@ def _anchor_attention(config: TrainConfig, placement: Placement) -> str:
     return "reference" if asked == "auto" and placement.mesh.devices.flat[0].platform == "cpu" else asked
 
 
-def _prepare(config: TrainConfig, target: Target | None, reporter: Reporter) -> _Run:
+def _prepare(config: TrainConfig, target: Target | None, reporter: Reporter, placement: Placement) -> _Run:
     """Everything that can be wrong with the inputs, before anything is written."""
     if config.run.eval_every and jax.process_count() > 1:
         raise ConfigError(problem("run.eval_every", config.run.eval_every, "0 where several processes train"))
     if pod.chief():
         check_export_folder(_export_folder(config))
-    target = target or load_target(config.target.source, config.target.dtype, quantization=config.target.quantization)
+    tracking.check(config)
+    target = target or _load(config, placement)
     if config.drafter.source is None:
         draft = Draft(fresh_drafter(config, target.config), None)
     else:
@@ -161,16 +168,29 @@ def _prepare(config: TrainConfig, target: Target | None, reporter: Reporter) -> 
         block_size=draft.drafter.config.block_size,
         total_steps=total,
         dtype=jnp.dtype(config.drafter.dtype),
+        ema_decay=config.optimizer.ema_decay,
     )
     identity = f"{target.name} {target.revision}"
     marks = fp.fingerprint(config, examples, draft.drafter.to_hf(), identity, total)
-    # one copy of the weights: the stacked form replaces the list of layers
-    target = dataclasses.replace(target, params=stack_layers(target.params))
+    if isinstance(target.params["model"]["layers"], list):
+        # one copy of the weights: the stacked form replaces the list of layers
+        target = dataclasses.replace(target, params=stack_layers(target.params))
     if not draft.drafter.needs_teacher and not config.run.eval_every:
         model, params = target.model.truncated(target.params, draft.drafter.taps)
         spec = dataclasses.replace(spec, model=model)
         target = dataclasses.replace(target, params=params)
     return _Run(config, target, draft, examples, seq_len, total, marks, spec, reporter)
+
+
+def _load(config: TrainConfig, placement: Placement) -> Target:
+    """The target, its layers stacked, each tensor put where the mesh wants it as soon as it is read."""
+    spread = placement.shard if placement.mesh.size > 1 else None
+    section = config.target
+    with memory.while_loading(config):
+        return load_target(
+            section.source, section.dtype, quantization=section.quantization, lora=section.lora, shardings=spread,
+            stacked=True,
+        )  # fmt: skip
 
 
 def _check_anchors(config: TrainConfig, drafter: Any, examples: Examples, seq_len: int) -> None:
@@ -209,7 +229,8 @@ def _train(
         if run.draft.params is not None
         else initial_params(run.draft.drafter, key, jnp.float32, run.examples)
     )
-    state = placement.put(create(params, run.spec.optimizer, key))
+    average = config.optimizer.ema_decay is not None
+    state = placement.put(create(placement.put(params), run.spec.optimizer, key, average))
     if step is not None:
         state = checkpoints.restore(step, abstract(state), placement.shardings(state))
     goal = f" of {run.total_steps}" if run.total_steps else ""
@@ -218,6 +239,7 @@ def _train(
     if pod.chief():
         run_directory.write_atomically(place / "config.yaml", render(config))
     shared = run.draft.shared(run.target)
+    best = Best(config, place / "best", run.draft, reporter.say) if config.run.eval_every and pod.chief() else None
     if step is not None and _is_finished(step, before["seconds"], run):
         reached = ["seconds"] if run.total_steps is None or step < run.total_steps else ["steps", "epochs"]
         limits = " or ".join(f"run.{name}" for name in reached if getattr(config.run, name))
@@ -225,9 +247,10 @@ def _train(
         reporter.say(f"this run is finished (step {step}); set run.fresh=true to start anew{more}")
         outcome = Outcome(state, step, "already finished", before["seconds"], before["tokens"], {})
     else:
-        outcome = _loop(run, state, step or 0, before, batches, checkpoints, shared, evaluate, stop, placement)
+        outcome = _loop(run, state, step or 0, before, batches, checkpoints, shared, evaluate, stop, placement, best)
     finished = outcome.reason in ("steps", "seconds", "already finished")
-    exported = _export(run, outcome) if finished else None
+    weights = _weights(config, outcome.step, best, outcome.last)
+    exported = _export(run, outcome, best, weights) if finished else None
     status = "already finished" if outcome.reason == "already finished" else "finished" if finished else "stopped"
     if outcome.reason == "seconds":
         reporter.say(f"the budget of run.seconds={config.run.seconds:g} was reached at step {outcome.step}")
@@ -245,6 +268,8 @@ def _train(
         "sequence_length": run.seq_len,
         "data": dataclasses.asdict(run.examples.statistics),
         "export": None if exported is None else str(exported),
+        "weights": weights if finished else None,
+        "best": None if best is None or best.found is None else dataclasses.asdict(best.found),
         "metrics": outcome.last,
     }
 
@@ -271,7 +296,7 @@ def _is_finished(step: int, seconds: float, run: _Run) -> bool:
 def _loop(
     run: _Run, state: Any, step: int, before: dict[str, Any], batches: Batches, checkpoints: Checkpoints, shared:
     Shared,
-    evaluate: Evaluate | None, stop: StopRequest, placement: Placement,
+    evaluate: Evaluate | None, stop: StopRequest, placement: Placement, best: Best | None,
 ) -> Outcome:  # fmt: skip
     config, place = run.config, Path(run.config.run.directory)
     rows = (config.optimizer.accumulation, config.optimizer.batch_size)
@@ -280,19 +305,25 @@ def _loop(
     kinds = {name: jnp.bool_ if name == "loss_mask" else jnp.int32 for name in BATCH_FIELDS}
     batch = {name: jax.ShapeDtypeStruct(shapes[name], kinds[name]) for name in BATCH_FIELDS}
     started = time.perf_counter()
-    compiled = compile_step(run.spec, state, frozen, batch, placement)
+    shape = abstract(state)  # the first step donates the arrays
+    with memory.answered(config, shape, frozen, placement, run.reporter.say):
+        compiled = compile_step(run.spec, state, frozen, batch, placement)
     run.reporter.say(
         f"step compiled in {time.perf_counter() - started:.1f} s: {rows[0]} x {rows[1]} sequences of {run.seq_len}, "
         f"{config.data.num_anchors} anchors each, on {placement}"
     )
-    writer = MetricsWriter(place, config.run.tensorboard, step) if pod.chief() else NoWriter()
+    writer: MetricsWriter | NoWriter = NoWriter()
+    if pod.chief():
+        tracker = None if config.run.wandb is None else tracking.Tracker(config, place)
+        writer = MetricsWriter(place, config.run.tensorboard, step, tracker)
     hook = evaluate(run.target, run.draft.drafter, shared) if evaluate is not None and config.run.eval_every else None
     loop = Loop(
         config.run, compiled, frozen, placement, batches, checkpoints, writer, run.reporter, stop, run.total_steps,
-        {"version": META_VERSION, "fingerprint": run.fingerprint, "config": config.model_dump(mode="json")}, hook,
+        {"version": META_VERSION, "fingerprint": run.fingerprint, "config": config.model_dump(mode="json")}, hook, best,
     )  # fmt: skip
     try:
-        return loop.run(state, step, before["seconds"], before["tokens"])
+        with memory.answered(config, shape, frozen, placement, run.reporter.say, compiled):
+            return loop.run(state, step, before["seconds"], before["tokens"])
     finally:
         writer.close()
 
@@ -301,19 +332,38 @@ def _export_folder(config: TrainConfig) -> Path:
     return Path(config.run.export or Path(config.run.directory) / "export")
 
 
-def _export(run: _Run, outcome: Outcome) -> Path:
+def _weights(config: TrainConfig, step: int, best: Best | None, last: dict[str, float]) -> dict[str, Any]:
+    """Which weights an export of this run holds: `from` last or best, whether they are the moving average (its decay),
+    the step they are of, and their tau where it was measured."""
+    chosen = {"from": config.run.export_weights, "ema_decay": config.optimizer.ema_decay}
+    if config.run.export_weights == "best" and best is not None and best.found is not None:
+        return chosen | {"step": best.found.step, "tau": best.found.tau}
+    return chosen | {"step": step, "tau": last.get("eval/tau")}
+
+
+def _export(run: _Run, outcome: Outcome, best: Best | None, weights: dict[str, Any]) -> Path:
     """Write the drafter in its public format; one that is there from an earlier end of this run stays."""
     folder = _export_folder(run.config)
-    params = pod.gathered(outcome.state.params)
+    params = pod.gathered(outcome.state.served)
     if not pod.chief():
         return folder
-    report = Path(run.config.run.directory) / "report.json"
-    earlier = json.loads(report.read_text()).get("export") if report.is_file() else None
+    path = Path(run.config.run.directory) / "report.json"
+    report = json.loads(path.read_text()) if path.is_file() else {}
+    earlier, same = report.get("export"), (report.get("weights") or {}).get("from") == weights["from"]
     there = (folder / "config.json").is_file() and earlier is not None and Path(earlier).resolve() == folder.resolve()
-    if outcome.reason == "already finished" and there:
+    if outcome.reason == "already finished" and there and same:
+        weights |= report["weights"]
         run.reporter.say(f"drafter: {folder}")
         return folder
-    draft = dataclasses.replace(run.draft, params=params)
-    save_drafter(folder, draft, dtype=run.config.drafter.dtype)
-    run.reporter.say(f"drafter exported to {folder}")
+    which = "moving average" if weights["ema_decay"] is not None else "parameters"
+    if weights["from"] == "best":
+        assert best is not None  # export_weights=best asks for run.eval_every
+        found = best.copy_to(folder)
+        which += f" of step {found.step}, the best by tau ({found.tau:.3f})"
+    else:
+        draft = dataclasses.replace(run.draft, params=params)
+        said = about(run.config, outcome.step, weights["tau"])
+        save_drafter(folder, draft, dtype=run.config.drafter.dtype, metadata=said)
+        which += f" of step {outcome.step}"
+    run.reporter.say(f"drafter exported to {folder} ({which})")
     return folder

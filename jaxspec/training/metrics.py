@@ -21,6 +21,7 @@ import numpy as np
 
 from jaxspec.training.directory import write_atomically
 from jaxspec.training.step import METRIC_PREFIX
+from jaxspec.training.tracking import Tracker
 
 __all__ = ["MetricsWriter", "NoWriter", "Window"]
 
@@ -86,9 +87,11 @@ class MetricsWriter:
 
     Args:
       resume_step: 0 or the step a run goes on from; lines of later steps, written by a process that died, are removed.
+      tracker: gets every line too.
     """
 
-    def __init__(self, directory: Path, tensorboard: bool, resume_step: int = 0):
+    def __init__(self, directory: Path, tensorboard: bool, resume_step: int = 0, tracker: Tracker | None = None):
+        self._tracker = tracker
         self.path = directory / "metrics.jsonl"
         if self.path.exists():
             kept = [
@@ -110,12 +113,16 @@ class MetricsWriter:
             for name, value in numbers.items():
                 self._events.add_scalar(name, value, step)
             self._events.flush()
+        if self._tracker is not None:
+            self._tracker.write(step, numbers)
 
     def close(self) -> None:
         """Flush to the disk and close."""
         with contextlib.ExitStack() as ends:  # each is closed even where another one cannot be
             if self._events is not None:
                 ends.callback(self._events.close)
+            if self._tracker is not None:
+                ends.callback(self._tracker.close)
             ends.callback(self._file.close)
             os.fsync(self._file.fileno())
 

@@ -17,7 +17,7 @@ import optax
 from jaxspec.config import OptimizerSection
 from jaxspec.errors import ConfigError, problem
 
-__all__ = ["apply", "build", "clip_by_global_norm", "schedule"]
+__all__ = ["apply", "averaged", "build", "clip_by_global_norm", "schedule"]
 
 _CLIP_EPS = 1e-6
 
@@ -85,3 +85,14 @@ def apply(
     """New (params, opt_state). All leaves float32."""
     updates, opt_state = transformation.update(grads, opt_state, params)
     return jax.tree.map(lambda param, update: param - learning_rate * update, params, updates), opt_state
+
+
+def averaged(ema: Any, params: Any, decay: float, step: jax.Array) -> Any:
+    """The average after 0-based optimizer step `step` has given `params`: d x ema + (1 - d) x params, in float32.
+
+    d is `decay`, at first min(decay, (1 + step) / (10 + step)), so that the random start is forgotten within tens of
+    steps whatever the decay (the convention of TensorFlow's ExponentialMovingAverage with num_updates).
+    """
+    now = step.astype(jnp.float32)
+    kept = jnp.minimum(jnp.float32(decay), (1.0 + now) / (10.0 + now))
+    return jax.tree.map(lambda old, new: kept * old + (1.0 - kept) * new, ema, params)

@@ -28,7 +28,7 @@ from jaxspec.training.pipeline import BATCH_FIELDS
 from jaxspec.training.state import Placement, choose, create
 from jaxspec.training.step import Frozen, StepSpec, attention_over, compile_step
 
-__all__ = ["Plan", "collectives", "plan", "planned_step", "tree_share"]
+__all__ = ["Plan", "account", "advice", "collectives", "lines", "plan", "planned_step", "tree_share"]
 
 _ASSUMED_STEPS = 1000  # of the schedule, where a config limits a run by time or epochs: the program is the same
 _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
@@ -83,9 +83,9 @@ def plan(config: TrainConfig, topology: str | None, say: Callable[[str], None]) 
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         say(f"DOES NOT FIT: the compiler gives up ({' '.join(str(error).split())[:300]})")
-        say(f"to change first: {_advice(config, None)}")
+        say(f"to change first: {advice(config, None)}")
         return 1
-    for line in _lines(found, config):
+    for line in lines(found, config):
         say(line)
     say(f"compiled in {time.perf_counter() - started:.0f} s; nothing was run, and the time is the compiler's estimate")
     return int(not found.fits)
@@ -106,7 +106,9 @@ def planned_step(config: TrainConfig, placement: Placement, hbm: int = 0) -> Pla
         block_size=drafter.config.block_size,
         total_steps=total,
         dtype=jnp.dtype(config.drafter.dtype),
+        ema_decay=config.optimizer.ema_decay,
     )
+    averages = config.optimizer.ema_decay is not None
     params = jax.eval_shape(stack_layers, target.params)
     tables = [jax.ShapeDtypeStruct(table.shape, table.dtype) for table in (target.embedding, target.head)]
     if not drafter.needs_teacher and not config.run.eval_every:
@@ -114,7 +116,7 @@ def planned_step(config: TrainConfig, placement: Placement, hbm: int = 0) -> Pla
         spec = dataclasses.replace(spec, model=target.model.truncated({"model": {"layers": []}}, drafter.taps)[0])
     frozen = Frozen(params, Shared(*tables))
     state = jax.eval_shape(
-        lambda key: create(initial_params(drafter, key, jnp.float32), spec.optimizer, key), jax.random.key(0)
+        lambda key: create(initial_params(drafter, key, jnp.float32), spec.optimizer, key, averages), jax.random.key(0)
     )
     rows = (config.optimizer.accumulation, config.optimizer.batch_size)
     shapes = {name: (*rows, config.data.max_length) for name in ("input_ids", "loss_mask")}
@@ -122,15 +124,27 @@ def planned_step(config: TrainConfig, placement: Placement, hbm: int = 0) -> Pla
     batch = {name: jax.ShapeDtypeStruct(shapes.get(name, rows), kinds[name]) for name in BATCH_FIELDS}
     with attention_over(config.run.anchor_attention):
         compiled: Any = compile_step(spec, state, frozen, batch, placement)
+    return account(compiled, state, frozen, placement, hbm)
+
+
+def account(compiled: Any, state: Any, frozen: Any, placement: Placement, hbm: int) -> Plan:
+    """What a compiled step needs of each device; its parts alone where `compiled` is None (it could not be)."""
+    parts: dict[str, Any] = {
+        "devices": placement.mesh.size,
+        "hbm": hbm,
+        "target": tree_share(frozen, placement),
+        "drafter": tree_share(state.params, placement),
+        "moments": tree_share((state.opt_state, state.ema), placement),
+    }
+    if compiled is None:
+        arguments = parts["target"] + parts["drafter"] + parts["moments"]
+        none: dict[str, Any] = {"temporaries": 0, "flops": 0.0, "seconds": 0.0, "collectives": {}}
+        return Plan(**parts, arguments=arguments, total=arguments, **none)
     memory = compiled.memory_analysis()
     cost = compiled.cost_analysis() or {}
     live = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return Plan(
-        devices=placement.mesh.size,
-        hbm=hbm,
-        target=tree_share(frozen, placement),
-        drafter=tree_share(state.params, placement),
-        moments=tree_share(state.opt_state, placement),
+        **parts,
         arguments=memory.argument_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
         total=memory.argument_size_in_bytes + live + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes,
@@ -161,10 +175,11 @@ def collectives(hlo: str) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _lines(found: Plan, config: TrainConfig) -> Iterator[str]:
+def lines(found: Plan, config: TrainConfig) -> Iterator[str]:
     gib = lambda size: f"{size / GIB:.2f} GiB"  # noqa: E731
     yield f"parameters on a device: target and tables {gib(found.target)}, drafter {gib(found.drafter)} (float32)"
-    yield f"moments on a device: {gib(found.moments)}"
+    average = "" if config.optimizer.ema_decay is None else " and average"
+    yield f"moments{average} on a device: {gib(found.moments)}"
     yield f"arguments {gib(found.arguments)}, temporaries {gib(found.temporaries)}"
     for kind, (count, size) in sorted(found.collectives.items()):
         yield f"{kind}: {count} in the program (one in a loop counts once), {size / 1e6:.1f} MB a device"
@@ -175,15 +190,20 @@ def _lines(found: Plan, config: TrainConfig) -> Iterator[str]:
     state = "OK" if found.fits else "DOES NOT FIT"
     yield f"{state}: total {gib(found.total)} of {gib(found.hbm)}"
     if not found.fits:
-        yield f"to change first: {_advice(config, found)}"
+        yield f"to change first: {advice(config, found)}"
 
 
-def _advice(config: TrainConfig, found: Plan | None) -> str:
-    """The one setting that takes most off what is too large."""
+def advice(config: TrainConfig, found: Plan | None, devices: int | None = None) -> str:
+    """The one setting that takes most off what is too large, with `devices` at hand (any number where None)."""
+    shards = config.mesh.fsdp * config.mesh.tensor
     if found is not None and found.arguments > found.temporaries:
-        if config.mesh.data != 1:
-            return f"mesh.fsdp={2 * config.mesh.fsdp}, since parameters and moments are most of it"
-        return f"mesh.tensor={2 * config.mesh.tensor}, since parameters and moments are most of it"
+        if devices is None or 2 * shards <= devices:
+            if config.mesh.data != 1 and config.optimizer.batch_size % (2 * config.mesh.fsdp) == 0:
+                return f"mesh.fsdp={2 * config.mesh.fsdp}, since parameters and moments are most of it"
+            return f"mesh.tensor={2 * config.mesh.tensor}, since parameters and moments are most of it"
+        if found.target > found.drafter + found.moments and config.target.quantization is None:
+            return "target.quantization=int8, since the target is most of it and every device is in use"
+        return "more devices (mesh.fsdp), or a smaller drafter, since parameters and moments are most of it"
     shards = config.mesh.fsdp * max(config.mesh.data, 1)
     if config.optimizer.batch_size > shards and config.optimizer.batch_size % 2 == 0:
         half = config.optimizer.batch_size // 2

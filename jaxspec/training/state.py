@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.config import TrainMeshSection
 from jaxspec.errors import ConfigError, problem
-from jaxspec.models.layers import split_trainable
+from jaxspec.models.layers import join_trainable, split_trainable
 from jaxspec.parallel.rules import DATA, TENSOR
 from jaxspec.parallel.training import BATCH, FSDP, TrainingRules
 
@@ -26,7 +26,8 @@ __all__ = ["Placement", "TrainState", "abstract", "choose", "create"]
 class TrainState:
     """params: float32 masters; opt_state: moments; step, skipped, nonfinite: int32 counters of optimizer steps (all
     of them; without a supervised token; with a gradient that was no number); key: typed PRNG key of the run, never
-    advanced: each use folds in what it is for."""
+    advanced: each use folds in what it is for; ema: float32 average of what is trained of the parameters, None without
+    optimizer.ema_decay."""
 
     params: Any
     opt_state: Any
@@ -34,6 +35,12 @@ class TrainState:
     skipped: jax.Array
     nonfinite: jax.Array
     key: jax.Array
+    ema: Any = None
+
+    @property
+    def served(self) -> Any:
+        """The parameters that an evaluation measures and an export writes: the average where there is one."""
+        return self.params if self.ema is None else join_trainable(self.ema, split_trainable(self.params)[1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +77,10 @@ class Placement:
         """Sharding of batch arrays [A, B, ...]."""
         return NamedSharding(self.mesh, PartitionSpec(None, BATCH))
 
+    def shard(self, name: str, shape: tuple[int, ...]) -> NamedSharding:
+        """Of one tensor, by its dotted name."""
+        return NamedSharding(self.mesh, self.rules.parameter(name, shape))
+
     def shardings(self, tree: Any) -> Any:
         """By the rules, of a state's or a model's leaves."""
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.rules.parameters(tree))
@@ -96,6 +107,8 @@ class Placement:
 
 
 def _place(leaf: Any, sharding: NamedSharding) -> Any:
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:  # on the devices of all processes already
+        return jax.jit(lambda x: x, out_shardings=sharding)(leaf)
     if sharding.is_fully_addressable:
         return jax.device_put(leaf, sharding)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -132,9 +145,10 @@ def choose(mesh: TrainMeshSection, batch_size: int, devices: Sequence[Any]) -> P
     return Placement.of(devices[: data * shards], mesh.fsdp, mesh.tensor)
 
 
-def create(params: Any, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
+def create(params: Any, optimizer: optax.GradientTransformation, key: jax.Array, average: bool = False) -> TrainState:
     """State before the first step. Masters are float32 whatever dtype `params` have (integers and flags stay as they
-    are and have no moments), and always copies: the step donates them, and the caller's arrays must outlive that."""
+    are and have no moments), and always copies: the step donates them, and the caller's arrays must outlive that. With
+    `average` the state carries one of the parameters, which begins as a copy of them."""
 
     def master(leaf: Any) -> jax.Array:
         floating = jnp.issubdtype(leaf.dtype, jnp.floating)
@@ -142,7 +156,9 @@ def create(params: Any, optimizer: optax.GradientTransformation, key: jax.Array)
 
     masters = jax.tree.map(master, params)
     step, skipped, nonfinite = (jnp.zeros((), jnp.int32) for _ in range(3))  # one buffer each: all are donated
-    return TrainState(masters, optimizer.init(split_trainable(masters)[0]), step, skipped, nonfinite, key)
+    moving = split_trainable(masters)[0]
+    ema = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), moving) if average else None
+    return TrainState(masters, optimizer.init(moving), step, skipped, nonfinite, key, ema)
 
 
 def abstract(state: Any, sharding: Any = None) -> Any:

@@ -63,6 +63,7 @@ class StepSpec:
     block_size: int = 1
     total_steps: int | None = None  # of the run, for objectives that change over it
     dtype: Any = jnp.float32  # the drafter's compute dtype; masters stay float32
+    ema_decay: float | None = None
 
 
 def split_terms(terms: Terms) -> tuple[Terms, Terms]:
@@ -171,6 +172,10 @@ def train_step(
     masters, fixed = split_trainable(state.params)
     updated = opt.apply(spec.optimizer, grads, state.opt_state, masters, rate)
     masters, opt_state = jax.tree.map(lambda new, old: jnp.where(use, new, old), updated, (masters, state.opt_state))
+    ema = state.ema
+    if spec.ema_decay is not None:
+        average = opt.averaged(ema, masters, spec.ema_decay, state.step)
+        ema = jax.tree.map(lambda new, old: jnp.where(use, new, old), average, ema)
     count = functools.partial(supervised_anchors, num_proposals=spec.drafter.num_proposals)
     teaching = jax.vmap(count)(batches.anchors, batches.keep, batch["loss_mask"])
     state = TrainState(
@@ -180,6 +185,7 @@ def train_step(
         skipped=state.skipped + (~supervised).astype(jnp.int32),
         nonfinite=state.nonfinite + (supervised & ~finite).astype(jnp.int32),
         key=state.key,
+        ema=ema,
     )
     return state, {
         "loss": jnp.where(supervised, loss, 0.0),

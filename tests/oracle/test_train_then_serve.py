@@ -78,6 +78,8 @@ def test_B38_accuracy_of_training_equals_acceptance_of_serving_on_the_same_token
     terms = drafter.loss(params, world.SHARED, data, None)
     hits, seen = terms["metric/accuracy_position"]
     assert float(hits[0] / seen[0]) == pytest.approx(counter.acceptance_unconditional[0])
+    stood, reached = terms["metric/accepted_position"]
+    assert (stood.tolist(), reached.tolist()) == (counter.accepted_at, counter.reached_at)
 
 
 @pytest.mark.parametrize("method", METHODS)
