@@ -14,9 +14,8 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 
-from jaxspec.checkpoints.drafter import Draft, check_export_folder, load_drafter, save_drafter
+from jaxspec.checkpoints.drafter import Draft, check_export_folder, save_drafter
 from jaxspec.checkpoints.target import Target, load_target
-from jaxspec.checkpoints.tokenizer import load_tokenizer
 from jaxspec.config import TrainConfig, render
 from jaxspec.drafters.base import Shared
 from jaxspec.drafters.eagle import Eagle
@@ -28,12 +27,14 @@ from jaxspec.training import fingerprint as fp
 from jaxspec.training import optimizer as opt
 from jaxspec.training import pod
 from jaxspec.training.anchors import any_anchor
-from jaxspec.training.build import fresh_drafter, initial_params, warm_start, with_objective
+from jaxspec.training.build import initial_params
 from jaxspec.training.checkpoint import Checkpoints
-from jaxspec.training.data import Examples, load_examples
+from jaxspec.training.data import Examples
+from jaxspec.training.featurestore.modes import Features, open_features
+from jaxspec.training.inputs import load_data, load_draft, needed_target, tables_alone
 from jaxspec.training.loop import Loop, Outcome
 from jaxspec.training.metrics import MetricsWriter, NoWriter
-from jaxspec.training.pipeline import BATCH_FIELDS, Batches, padded_length, steps_per_epochs
+from jaxspec.training.pipeline import Batches, batch_shapes, padded_length, steps_per_epochs
 from jaxspec.training.progress import Reporter
 from jaxspec.training.signals import StopRequest, stop_requests
 from jaxspec.training.state import Placement, abstract, choose, create
@@ -57,6 +58,7 @@ class _Run:
     total_steps: int | None
     fingerprint: dict[str, Any]
     spec: StepSpec
+    features: Features
     reporter: Reporter
 
 
@@ -127,27 +129,13 @@ def _prepare(config: TrainConfig, target: Target | None, reporter: Reporter) -> 
     if pod.chief():
         check_export_folder(_export_folder(config))
     target = target or load_target(config.target.source, config.target.dtype, quantization=config.target.quantization)
-    if config.drafter.source is None:
-        draft = Draft(fresh_drafter(config, target.config), None)
-    else:
-        draft = load_drafter(config.drafter.source, target, "float32")
-        draft = warm_start(config, draft)
-        draft = dataclasses.replace(draft, drafter=with_objective(draft.drafter, config.objective))
-        reporter.say(f"drafter: weights and architecture from {draft.source}, training from its parameters")
-    target.model.check_taps(draft.drafter.taps)
-    data, directory = config.data, target.directory
-    examples = load_examples(
-        data.path,
-        tokenizer=None if directory is None else lambda: load_tokenizer(directory),
-        template=data.template,
-        max_length=data.max_length,
-        min_loss_tokens=data.min_loss_tokens,
-        max_empty_fraction=data.max_empty_fraction,
-        vocab_size=target.config.vocab_size,
-    )
+    draft = load_draft(config, target, reporter.say)
+    examples = load_data(config, target)
     reporter.say(examples.statistics.line())
+    data = config.data
     seq_len = padded_length(examples, data.max_length)
     _check_anchors(config, draft.drafter, examples, seq_len)
+    features = open_features(config, target, draft.drafter, examples, seq_len)
     rows = config.optimizer.batch_size * config.optimizer.accumulation
     limits = [config.run.steps, config.run.epochs and steps_per_epochs(len(examples), config.run.epochs, rows)]
     total = min((limit for limit in limits if limit), default=None)
@@ -163,14 +151,17 @@ def _prepare(config: TrainConfig, target: Target | None, reporter: Reporter) -> 
         dtype=jnp.dtype(config.drafter.dtype),
     )
     identity = f"{target.name} {target.revision}"
-    marks = fp.fingerprint(config, examples, draft.drafter.to_hf(), identity, total)
-    # one copy of the weights: the stacked form replaces the list of layers
-    target = dataclasses.replace(target, params=stack_layers(target.params))
-    if not draft.drafter.needs_teacher and not config.run.eval_every:
-        model, params = target.model.truncated(target.params, draft.drafter.taps)
-        spec = dataclasses.replace(spec, model=model)
-        target = dataclasses.replace(target, params=params)
-    return _Run(config, target, draft, examples, seq_len, total, marks, spec, reporter)
+    marks = fp.fingerprint(config, examples, draft.drafter.to_hf(), identity, total) | features.marks
+    if features.layout is not None and not config.run.eval_every:
+        target = dataclasses.replace(target, params=tables_alone(target.params))  # nothing runs the target
+    else:
+        # one copy of the weights: the stacked form replaces the list of layers
+        target = dataclasses.replace(target, params=stack_layers(target.params))
+        model, params = needed_target(target, draft.drafter, whole=bool(config.run.eval_every))
+        if model is not target.model:
+            spec = dataclasses.replace(spec, model=model)
+            target = dataclasses.replace(target, params=params)
+    return _Run(config, target, draft, examples, seq_len, total, marks, spec, features, reporter)
 
 
 def _check_anchors(config: TrainConfig, drafter: Any, examples: Examples, seq_len: int) -> None:
@@ -195,10 +186,7 @@ def _train(
 ) -> dict[str, Any]:
     config, reporter, place = run.config, run.reporter, Path(run.config.run.directory)
     key = jax.random.key(config.run.seed)
-    batches = Batches(
-        run.examples, seq_len=run.seq_len, batch_size=config.optimizer.batch_size,
-        accumulation=config.optimizer.accumulation, seed=config.run.seed, shuffle=config.data.shuffle,
-    )  # fmt: skip
+    batches = run.features.batches(run.examples, run.seq_len)
     step = checkpoints.resumable()
     before: dict[str, Any] = {"seconds": 0.0, "tokens": 0}
     if step is not None:
@@ -218,15 +206,12 @@ def _train(
     if pod.chief():
         run_directory.write_atomically(place / "config.yaml", render(config))
     shared = run.draft.shared(run.target)
-    if step is not None and _is_finished(step, before["seconds"], run):
-        reached = ["seconds"] if run.total_steps is None or step < run.total_steps else ["steps", "epochs"]
-        limits = " or ".join(f"run.{name}" for name in reached if getattr(config.run, name))
-        more = f" or raise {limits}" if reached == ["seconds"] or not fp.reads_total(config) else ""
-        reporter.say(f"this run is finished (step {step}); set run.fresh=true to start anew{more}")
-        outcome = Outcome(state, step, "already finished", before["seconds"], before["tokens"], {})
-    else:
-        outcome = _loop(run, state, step or 0, before, batches, checkpoints, shared, evaluate, stop, placement)
-    finished = outcome.reason in ("steps", "seconds", "already finished")
+    with contextlib.closing(batches):
+        batches.begin(step or 0)
+        outcome = _outcome(run, state, step, before, batches, checkpoints, shared, evaluate, stop, placement)
+        finished = outcome.reason in ("steps", "seconds", "already finished")
+        if finished:
+            batches.finish()
     exported = _export(run, outcome) if finished else None
     status = "already finished" if outcome.reason == "already finished" else "finished" if finished else "stopped"
     if outcome.reason == "seconds":
@@ -247,6 +232,22 @@ def _train(
         "export": None if exported is None else str(exported),
         "metrics": outcome.last,
     }
+
+
+def _outcome(
+    run: _Run, state: Any, step: int | None, before: dict[str, Any], batches: Batches, checkpoints: Checkpoints, shared:
+    Shared,
+    evaluate: Evaluate | None, stop: StopRequest, placement: Placement,
+) -> Outcome:  # fmt: skip
+    """Of the loop, or of a run that is at its end already."""
+    config, reporter = run.config, run.reporter
+    if step is not None and _is_finished(step, before["seconds"], run):
+        reached = ["seconds"] if run.total_steps is None or step < run.total_steps else ["steps", "epochs"]
+        limits = " or ".join(f"run.{name}" for name in reached if getattr(config.run, name))
+        more = f" or raise {limits}" if reached == ["seconds"] or not fp.reads_total(config) else ""
+        reporter.say(f"this run is finished (step {step}); set run.fresh=true to start anew{more}")
+        return Outcome(state, step, "already finished", before["seconds"], before["tokens"], {})
+    return _loop(run, state, step or 0, before, batches, checkpoints, shared, evaluate, stop, placement)
 
 
 def _resumable(meta: dict[str, Any], run: _Run, place: Path) -> dict[str, Any]:
@@ -275,10 +276,9 @@ def _loop(
 ) -> Outcome:  # fmt: skip
     config, place = run.config, Path(run.config.run.directory)
     rows = (config.optimizer.accumulation, config.optimizer.batch_size)
-    frozen = placement.put(Frozen(run.target.params, shared))
-    shapes = {"input_ids": (*rows, run.seq_len), "loss_mask": (*rows, run.seq_len), "example_ids": rows, "epochs": rows}
-    kinds = {name: jnp.bool_ if name == "loss_mask" else jnp.int32 for name in BATCH_FIELDS}
-    batch = {name: jax.ShapeDtypeStruct(shapes[name], kinds[name]) for name in BATCH_FIELDS}
+    stored = run.features.layout is not None
+    frozen = placement.put(Frozen({} if stored else run.target.params, shared))
+    batch = batch_shapes(*rows, run.seq_len, run.features.layout)
     started = time.perf_counter()
     compiled = compile_step(run.spec, state, frozen, batch, placement)
     run.reporter.say(
