@@ -1,0 +1,159 @@
+"""Runs with stored features: they are the online run, bit for bit where nothing was rounded, and resume as it does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from jaxspec.config import TrainConfig, load_config, render
+from jaxspec.errors import ConfigError, DataError, ResumeError
+from jaxspec.training import main
+from jaxspec.training.featurestore import run as capturing
+from tests.training import world
+from tests.training.test_run import Lines, assert_same, leaves
+
+
+@pytest.fixture
+def data(tmp_path):
+    return world.write_data(tmp_path / "data.npz")
+
+
+def train(config, **options):
+    reporter = options.pop("reporter", None) or Lines()
+    return main.run(config, target=world.target(), reporter=reporter, **options), reporter
+
+
+def capture(config):
+    return capturing.run(config, target=world.target(), say=lambda line: None)
+
+
+def stored(tmp_path, mode="offline", **changes):
+    return {
+        "features__mode": mode, "features__path": str(tmp_path / "features"), "features__storage": "float32",
+        "features__shard_examples": 3, **changes,
+    }  # fmt: skip
+
+
+def test_offline_is_the_online_run_and_resumes_in_mid_epoch(tmp_path, data):
+    train(world.config(tmp_path / "online", data))
+    config = world.config(tmp_path / "offline", data, **stored(tmp_path))
+    assert capture(config)["examples"] == 7
+    stop = Lines({5: lambda: os.kill(os.getpid(), signal.SIGTERM)})
+    report, _ = train(config, reporter=stop)
+    assert (report["status"], report["step"]) == ("stopped", 5)
+    assert train(config)[0]["resumed_from"] == 5
+    assert_same(tmp_path / "online", tmp_path / "offline", 10)
+    text = json.loads((tmp_path / "features" / "manifest.json").read_text())
+    assert text["revision"] == "r1" and text["taps"] == [0, 1] and text["shards"][0]["sha256"]
+    with pytest.raises(ResumeError, match=r"features\.mode: the run has 'offline', now None"):
+        train(world.config(tmp_path / "offline", data))
+
+
+def test_features_of_another_run_are_refused_at_the_start(tmp_path, data):
+    capture(world.config(tmp_path / "run", data, **stored(tmp_path)))
+    with pytest.raises(DataError, match=r"manifest\.json\): taps: the files have \[0, 1\], the run wants \[1\]"):
+        train(world.config(tmp_path / "run", data, **stored(tmp_path), drafter__target_layer_ids=[1]))
+    with pytest.raises(DataError, match="teacher: the files have False, the run wants True"):
+        train(world.config(tmp_path / "run", data, "dspark", **stored(tmp_path)))
+    other = world.write_data(tmp_path / "other.npz", seed=1)
+    with pytest.raises(DataError, match="data: the files have"):
+        train(world.config(tmp_path / "run", other, **stored(tmp_path)))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("method", ["dspark", "eagle3"])
+def test_a_spool_with_two_producers_is_the_online_run(tmp_path, data, method):
+    """The teacher's hidden state comes through too; two micro-batches a step, shards of three."""
+    more = {"optimizer__accumulation": 2, "run__checkpoint_every": 2}
+    if method == "eagle3":
+        more |= {"drafter__block_size": 1, "drafter__mask_token_id": None}
+    train(world.config(tmp_path / "online", data, method, **more))
+    more |= {"features__shard_batches": 3, "features__spool_shards": 3}
+    config = world.config(tmp_path / "spooled", data, method, **stored(tmp_path, "spool"), **more)
+    made = []
+    producers = [threading.Thread(target=lambda: made.append(capture(config)["shards"])) for _ in range(2)]
+    for one in producers:
+        one.start()
+    report, _ = train(config)
+    for one in producers:
+        one.join()
+    assert report["status"] == "finished" and sum(made) == 7  # 20 micro-batches
+    assert_same(tmp_path / "online", tmp_path / "spooled", 10)
+    counts = capturing.status(str(tmp_path / "features"))
+    assert counts["acknowledged"] == counts["steps"] == 10 and counts["shards"] == 0 == counts["acknowledged_twice"]
+
+
+@pytest.mark.ci
+def test_int8_trains_near_the_online_run_and_capture_says_what_it_costs(tmp_path, data):
+    online, _ = train(world.config(tmp_path / "online", data, "dspark"))
+    config = world.config(tmp_path / "int8", data, "dspark", **stored(tmp_path, features__storage="int8"))
+    report = capture(config)
+    assert 1e-4 < report["relative_error"] < 0.01
+    coded, _ = train(config)
+    assert coded["metrics"]["loss"] == pytest.approx(online["metrics"]["loss"], rel=0.02)
+    assert coded["metrics"]["loss"] != online["metrics"]["loss"]
+
+
+@pytest.mark.ci
+def test_the_mesh_of_a_capture_changes_nothing_and_offline_needs_no_target_on_the_device(tmp_path, data, monkeypatch):
+    held = []
+    real = main.compile_step
+
+    def compiled(spec, state, frozen, batch, placement):
+        held.append(frozen.target)
+        return real(spec, state, frozen, batch, placement)
+
+    monkeypatch.setattr(main, "compile_step", compiled)
+    config = world.config(tmp_path / "run", data, "dspark", **stored(tmp_path))
+    capture(config)
+    train(config)
+    assert held == [{}]
+    assert any(value.any() for name, value in leaves(tmp_path / "run", 10)[0].items() if "fc" in name)
+
+
+def test_what_contradicts_itself_is_refused(tmp_path, data):
+    for changes, match in (
+        ({"features__path": "x"}, "features.mode and features.path contradict"),
+        ({"features__mode": "offline"}, "features.mode and features.path contradict"),
+        ({"features__mode": "spool", "features__path": "x"}, "features.mode and run.checkpoint_every contradict"),
+        (
+            {"features__mode": "spool", "features__path": "x", "features__spool_shards": 4, "run__checkpoint_every": 5},
+            "features.spool_shards to at least 5",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=match.replace(".", r"\.")):
+            world.config(tmp_path, data, **changes)
+    config = world.config(tmp_path / "run", data, **stored(tmp_path, "spool"), run__checkpoint_every=4)
+    path = tmp_path / "again.yaml"
+    path.write_text(render(config))
+    assert load_config(TrainConfig, path) == config
+    with pytest.raises(ConfigError, match=r"features\.mode: online, expected offline or spool; give --out"):
+        capture(world.config(tmp_path / "run", data))
+
+
+def test_the_trainer_hears_a_signal_while_it_waits_for_a_shard(tmp_path, data):
+    config = world.config(tmp_path / "run", data, **stored(tmp_path, "spool"), run__checkpoint_every=4)
+    timer = threading.Timer(4.0, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    timer.start()
+    report, _ = train(config)
+    timer.cancel()
+    assert (report["status"], report["reason"], report["step"]) == ("stopped", "SIGTERM", 0)
+
+
+def test_no_batch_moves_more_than_it_must(tmp_path, data):
+    """The padded batch of a step holds what its layout says and nothing of the target."""
+    from jaxspec.training.featurestore.codec import Layout
+    from jaxspec.training.pipeline import BATCH_FIELDS, batch_shapes
+
+    shapes = batch_shapes(2, 4, 24, Layout(64, 16, "int8"))
+    assert set(shapes) == {*BATCH_FIELDS, "codes", "scales", "first", "teacher"}
+    assert shapes["codes"].shape == (2, 4, 24, 64) and shapes["codes"].dtype == np.int8
+    assert shapes["scales"].shape == (2, 4, 24, 2) and shapes["first"].shape == (2, 4, 64)
+    assert shapes["teacher"].dtype == jax.numpy.bfloat16
