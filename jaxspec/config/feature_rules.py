@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from jaxspec.config.schema import contradiction
@@ -23,6 +24,10 @@ def check_features(config: TrainConfig) -> None:
     if features.mode != "online" and features.path is None:
         raise contradiction(
             "features.mode", "features.path", f"{features.mode} features need a folder", "set features.path"
+        )
+    if features.path is not None and os.path.abspath(features.path) == os.path.abspath(config.run.directory):
+        raise contradiction(
+            "features.path", "run.directory", "both are one folder", "give the features a folder of their own"
         )
     if features.mode == "spool":
         _check_spool(config)

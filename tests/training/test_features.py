@@ -15,6 +15,7 @@ from jaxspec.config import TrainConfig, load_config, render
 from jaxspec.errors import ConfigError, DataError, ResumeError
 from jaxspec.training import main
 from jaxspec.training.featurestore import run as capturing
+from jaxspec.training.featurestore.consumer import SpoolBatches
 from tests.training import world
 from tests.training.test_run import Lines, assert_same, leaves
 
@@ -122,6 +123,7 @@ def test_what_contradicts_itself_is_refused(tmp_path, data):
     for changes, match in (
         ({"features__path": "x"}, "features.mode and features.path contradict"),
         ({"features__mode": "offline"}, "features.mode and features.path contradict"),
+        ({"features__mode": "offline", "features__path": str(tmp_path / "run")}, "features.path and run.directory"),
         ({"features__mode": "spool", "features__path": "x"}, "features.mode and run.checkpoint_every contradict"),
         (
             {"features__mode": "spool", "features__path": "x", "features__spool_shards": 4, "run__checkpoint_every": 5},
@@ -129,7 +131,7 @@ def test_what_contradicts_itself_is_refused(tmp_path, data):
         ),
     ):
         with pytest.raises(ConfigError, match=match.replace(".", r"\.")):
-            world.config(tmp_path, data, **changes)
+            world.config(tmp_path / "run", data, **changes)
     config = world.config(tmp_path / "run", data, **stored(tmp_path, "spool"), run__checkpoint_every=4)
     path = tmp_path / "again.yaml"
     path.write_text(render(config))
@@ -138,12 +140,21 @@ def test_what_contradicts_itself_is_refused(tmp_path, data):
         capture(world.config(tmp_path / "run", data))
 
 
-def test_the_trainer_hears_a_signal_while_it_waits_for_a_shard(tmp_path, data):
+@pytest.mark.ci
+def test_the_trainer_hears_a_signal_while_it_waits_for_a_shard(tmp_path, data, monkeypatch):
     config = world.config(tmp_path / "run", data, **stored(tmp_path, "spool"), run__checkpoint_every=4)
-    timer = threading.Timer(4.0, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    timer.start()
+    asked = []
+    real = SpoolBatches.ready
+
+    def ready(self):
+        asked.append(real(self))
+        if len(asked) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return asked[-1]
+
+    monkeypatch.setattr(SpoolBatches, "ready", ready)
     report, _ = train(config)
-    timer.cancel()
+    assert asked[:3] == [False] * 3
     assert (report["status"], report["reason"], report["step"]) == ("stopped", "SIGTERM", 0)
 
 
@@ -157,3 +168,24 @@ def test_no_batch_moves_more_than_it_must(tmp_path, data):
     assert shapes["codes"].shape == (2, 4, 24, 64) and shapes["codes"].dtype == np.int8
     assert shapes["scales"].shape == (2, 4, 24, 2) and shapes["first"].shape == (2, 4, 64)
     assert shapes["teacher"].dtype == jax.numpy.bfloat16
+
+
+def test_the_command_says_where_to(tmp_path, data, monkeypatch, capsys):
+    """`--out` and `--spool` are the two keys; a spool's account is printed; both together are refused."""
+    from jaxspec.cli import main as command
+
+    seen = []
+    report = {"status": "finished", "shards": 3, "examples": 7, "bytes": 99, "relative_error": 0.0046}
+    monkeypatch.setattr(capturing, "run", lambda config, **options: seen.append(config.features) or report)
+    path = tmp_path / "x.yaml"
+    path.write_text(render(world.config(tmp_path / "run", data, run__checkpoint_every=4)))
+    base = ["capture", "--config", str(path)]
+    assert command([*base, "--out", str(tmp_path / "2026"), "features.storage=int8"]) == 0
+    assert (seen[0].mode, seen[0].path, seen[0].storage) == ("offline", str(tmp_path / "2026"), "int8")
+    assert "3 shards in" in (out := capsys.readouterr().out) and "int8 error 0.460% of a row's norm" in out
+    assert command([*base, "--spool", str(tmp_path / "s"), "--json"]) == 0
+    assert seen[1].mode == "spool" and json.loads(capsys.readouterr().out) == report
+    assert command([*base, "--spool", str(tmp_path / "s"), "--status"]) == 0
+    assert json.loads(capsys.readouterr().out)["acknowledged"] == 0 and len(seen) == 2
+    assert command([*base, "--spool", "a", "--out", "b"]) == 2
+    assert "--out and --spool: both" in capsys.readouterr().err

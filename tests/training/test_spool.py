@@ -198,6 +198,14 @@ def test_half_a_shard_never_counts(tmp_path, examples):
         one.account(there)
 
 
+def test_a_file_without_its_account_is_made_again(tmp_path, examples):
+    one = spool(tmp_path, examples)
+    one.storage.write("unit-00000000.arrayrecord", b"whole, but its producer died before it said so")
+    assert one.account(0) is None and one.missing(TOTAL)[0] == [0, 1, 2, 3]
+    make(one, examples, stop=full(one))
+    assert one.account(0)["bytes"] == one.storage.size("unit-00000000.arrayrecord") > 1000
+
+
 def test_a_late_producer_leaves_nothing_behind_the_cursor(tmp_path, examples):
     one = spool(tmp_path, examples)
     one.move_cursor(3)
