@@ -64,7 +64,8 @@ def open_features(config: TrainConfig, target: Target, drafter: Any, examples: E
         return Features(config, spool.layout, marks, None, spool)
     wanted = describe(config, target, drafter, examples, seq_len)
     records = open_records(Storage(_path(config)), wanted, examples)
-    return Features(config, records.layout, marks | {"features.content": records.mark}, records)
+    layout = records.layout if drafter.needs_teacher else dataclasses.replace(records.layout, teacher=0)
+    return Features(config, layout, marks | {"features.content": records.mark}, records)
 
 
 def open_spool(config: TrainConfig, target: Target, drafter: Any, examples: Examples, seq_len: int) -> Spool:

@@ -67,11 +67,13 @@ def run(
         say(examples.statistics.line())
         seq_len = padded_length(examples, config.data.max_length)
         about = describe(config, target, drafter, examples, seq_len)
-        loaded = target
 
         def make() -> Encoder:
-            model, params = needed_target(loaded, drafter)
+            nonlocal target
+            assert target is not None
+            model, params = needed_target(target, drafter)
             placed = placement.put(stack_layers(params))
+            target = params = None  # one copy of the weights: the stacked form
             rows, dtype = config.optimizer.batch_size, jnp.dtype(config.drafter.dtype)
             return Encoder(model, drafter, placed, layout_of(about), placement, rows, seq_len, dtype)
 

@@ -31,12 +31,12 @@ class Storage:
       path: folder; it need not be there to be written.
 
     Raises:
-      ConfigError: a URL. Mount an object store as a folder.
+      ConfigError: a URL; object stores are not supported yet.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
         if "://" in str(path):
-            expected = "a folder (an object store must be mounted as one)"
+            expected = "a folder (object stores are not supported yet)"
             raise ConfigError(problem("features.path", str(path), expected))
         self.root = Path(path)
 
