@@ -16,8 +16,13 @@ from jaxspec.errors import ConfigError, DataError, ResumeError
 from jaxspec.training import main
 from jaxspec.training.featurestore import run as capturing
 from jaxspec.training.featurestore.consumer import SpoolBatches
+from jaxspec.training.featurestore.manifest import layout_of
+from jaxspec.training.featurestore.shards import Reader
+from jaxspec.training.plan import planned_step
+from jaxspec.training.state import Placement
+from tests.helpers.process import run_python
 from tests.training import world
-from tests.training.test_run import Lines, assert_same, leaves
+from tests.training.test_run import Lines, assert_same
 
 
 @pytest.fixture
@@ -103,20 +108,67 @@ def test_int8_trains_near_the_online_run_and_capture_says_what_it_costs(tmp_path
 
 
 @pytest.mark.ci
-def test_the_mesh_of_a_capture_changes_nothing_and_offline_needs_no_target_on_the_device(tmp_path, data, monkeypatch):
+def test_a_store_serves_other_drafters_of_its_taps_and_the_target_stays_off_the_device(tmp_path, data, monkeypatch):
     held = []
     real = main.compile_step
 
     def compiled(spec, state, frozen, batch, placement):
-        held.append(frozen.target)
+        held.append((frozen.target, "teacher" in batch))
         return real(spec, state, frozen, batch, placement)
 
     monkeypatch.setattr(main, "compile_step", compiled)
-    config = world.config(tmp_path / "run", data, "dspark", **stored(tmp_path))
-    capture(config)
-    train(config)
-    assert held == [{}]
-    assert any(value.any() for name, value in leaves(tmp_path / "run", 10)[0].items() if "fc" in name)
+    capture(world.config(tmp_path / "dspark", data, "dspark", **stored(tmp_path)))
+    for method in ("dspark", "dflash"):
+        train(world.config(tmp_path / method, data, method, run__steps=2, **stored(tmp_path)))
+    assert held == [({}, True), ({}, False)]
+
+
+ON_A_MESH = """
+import sys
+from pathlib import Path
+from jaxspec.training.featurestore import run
+from tests.training import world
+place = Path(sys.argv[1])
+changes = dict(features__mode="offline", features__storage="float32", optimizer__batch_size=4, mesh__fsdp=2)
+config = world.config(place / "run", place / "data.npz", "dspark", features__path=str(place / "mesh"), **changes)
+run.run(config, target=world.target(), say=lambda line: None)
+"""
+
+
+@pytest.mark.ci
+def test_a_capture_on_a_mesh_is_the_capture_of_one_device(tmp_path, data):
+    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    done = run_python("-c", ON_A_MESH, str(tmp_path), **flags)
+    assert done.returncode == 0, done.stderr
+    changes = stored(tmp_path) | {"features__shard_examples": 64, "optimizer__batch_size": 4}
+    capture(world.config(tmp_path / "run", data, "dspark", **changes))
+    found = []
+    for name in ("mesh", "features"):
+        manifest = json.loads((tmp_path / name / "manifest.json").read_text())
+        reader = Reader(tmp_path / name / manifest["shards"][0]["file"])
+        found.append([layout_of(manifest).decode(record) for record in reader.read(range(len(reader)))])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one["input_ids"], other["input_ids"])
+        for part in ("features", "teacher"):
+            np.testing.assert_allclose(one[part], other[part], atol=1e-5)
+
+
+@pytest.mark.ci
+def test_a_plan_of_stored_features_counts_them_and_no_target(root):
+    """Arguments of the compiled step: the features come in with the batch, the target's layers do not."""
+    planned = []
+    for changes in ([], ["features.mode=offline", "features.path=x", "features.storage=float32"]):
+        keys = [
+            "target.source=configs/models/smollm2-135m.json",
+            "data.num_anchors=4",
+            "run.anchor_attention=reference",
+        ]
+        config = load_config(TrainConfig, root / "configs" / "quickstart.yaml", [*keys, *changes])
+        planned.append(planned_step(config, Placement.of()))
+    online, offline = planned
+    assert offline.target == 2 * 49152 * 576 * 4 < online.target  # embedding and head
+    saved, features = online.target - offline.target, 4 * 224 * 3 * 576 * 4
+    assert online.arguments - offline.arguments == pytest.approx(saved - features, rel=1e-3)
 
 
 def test_what_contradicts_itself_is_refused(tmp_path, data):
