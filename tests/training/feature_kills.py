@@ -20,7 +20,6 @@ from typing import Any
 
 STEPS, EVERY = 12, 3
 TRAINER_MOMENTS = ("before", "during", "between")
-PRODUCER_MOMENTS = ("half", "uncommitted", "claimed")
 EXAMPLES = 16
 _PAUSE = 0.02  # seconds of a step and of a shard, so that a random moment lies within the work
 
