@@ -109,6 +109,7 @@ def run(
                 with attention_over(_anchor_attention(config, placement)):
                     report = _train(prepared, checkpoints, evaluate, stop, placement)
             finally:
+                prepared.features.close()
                 checkpoints.close()
             if pod.chief():
                 run_directory.write_atomically(place / "report.json", json.dumps(report, indent=1) + "\n")
@@ -192,6 +193,7 @@ def _train(
     if step is not None:
         before = _resumable(checkpoints.meta(step), run, place)
         batches.set_state(before["input"])
+    batches.begin(step or 0)
     params = (
         run.draft.params
         if run.draft.params is not None
@@ -206,18 +208,23 @@ def _train(
     if pod.chief():
         run_directory.write_atomically(place / "config.yaml", render(config))
     shared = run.draft.shared(run.target)
-    with contextlib.closing(batches):
-        batches.begin(step or 0)
-        outcome = _outcome(run, state, step, before, batches, checkpoints, shared, evaluate, stop, placement)
-        finished = outcome.reason in ("steps", "seconds", "already finished")
-        if finished:
-            batches.finish()
+    if step is not None and _is_finished(step, before["seconds"], run):
+        reached = ["seconds"] if run.total_steps is None or step < run.total_steps else ["steps", "epochs"]
+        limits = " or ".join(f"run.{name}" for name in reached if getattr(config.run, name))
+        more = f" or raise {limits}" if reached == ["seconds"] or not fp.reads_total(config) else ""
+        reporter.say(f"this run is finished (step {step}); set run.fresh=true to start anew{more}")
+        outcome = Outcome(state, step, "already finished", before["seconds"], before["tokens"], {})
+    else:
+        outcome = _loop(run, state, step or 0, before, batches, checkpoints, shared, evaluate, stop, placement)
+    finished = outcome.reason in ("steps", "seconds", "already finished")
     exported = _export(run, outcome) if finished else None
     status = "already finished" if outcome.reason == "already finished" else "finished" if finished else "stopped"
     if outcome.reason == "seconds":
         reporter.say(f"the budget of run.seconds={config.run.seconds:g} was reached at step {outcome.step}")
     if status == "stopped":
         reporter.say(f"stopped by {outcome.reason} at step {outcome.step}, saved; the same command goes on from there")
+    if finished:
+        batches.finish()
     return {
         "version": META_VERSION,
         "status": status,
@@ -232,22 +239,6 @@ def _train(
         "export": None if exported is None else str(exported),
         "metrics": outcome.last,
     }
-
-
-def _outcome(
-    run: _Run, state: Any, step: int | None, before: dict[str, Any], batches: Batches, checkpoints: Checkpoints, shared:
-    Shared,
-    evaluate: Evaluate | None, stop: StopRequest, placement: Placement,
-) -> Outcome:  # fmt: skip
-    """Of the loop, or of a run that is at its end already."""
-    config, reporter = run.config, run.reporter
-    if step is not None and _is_finished(step, before["seconds"], run):
-        reached = ["seconds"] if run.total_steps is None or step < run.total_steps else ["steps", "epochs"]
-        limits = " or ".join(f"run.{name}" for name in reached if getattr(config.run, name))
-        more = f" or raise {limits}" if reached == ["seconds"] or not fp.reads_total(config) else ""
-        reporter.say(f"this run is finished (step {step}); set run.fresh=true to start anew{more}")
-        return Outcome(state, step, "already finished", before["seconds"], before["tokens"], {})
-    return _loop(run, state, step or 0, before, batches, checkpoints, shared, evaluate, stop, placement)
 
 
 def _resumable(meta: dict[str, Any], run: _Run, place: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from jaxspec.training.pipeline import Batches
 __all__ = ["Features", "open_features", "open_spool"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Features:
     """layout: of what is stored, None online; marks: what a run's fingerprint says of it."""
 
@@ -29,9 +29,19 @@ class Features:
     marks: dict[str, Any] = dataclasses.field(default_factory=dict)
     records: Records | None = None
     spool: Spool | None = None
+    made: Batches | None = None
+
+    def close(self) -> None:
+        """Releases what the batches hold."""
+        if self.made is not None:
+            self.made.close()
 
     def batches(self, examples: Examples, seq_len: int) -> Batches:
         """The run's batches with what its steps take."""
+        self.made = self._batches(examples, seq_len)
+        return self.made
+
+    def _batches(self, examples: Examples, seq_len: int) -> Batches:
         config = self.config
         options: dict[str, Any] = {
             "seq_len": seq_len,
