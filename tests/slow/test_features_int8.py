@@ -39,7 +39,8 @@ def test_the_error_on_the_taps_of_smollm2(record_property: Record) -> None:
     record_property(
         "error_relative_with_one_scale_a_row", round(float(np.linalg.norm(error[1:]) / np.linalg.norm(rows[1:])), 6)
     )
-    assert cost["relative"] < 0.01 and cost["first"] < 2**-8
+    # half a step of a group's largest value is 1/254; a group's largest is a few times its root mean square
+    assert cost["relative"] < 0.012 < ruined / 3 and cost["first"] < 2**-8
 
 
 @pytest.mark.slow("features-int8", covers=COVERS)
