@@ -43,6 +43,7 @@ def test_the_error_on_the_taps_of_smollm2(record_property: Record) -> None:
 
 
 @pytest.mark.slow("features-int8", covers=COVERS)
+@pytest.mark.timeout(1500)
 def test_the_smoke_run_from_eight_bits_serves_as_well(record_property: Record) -> None:
     """The same 40 steps from float32 files (the online run) and from int8 ones; tau by the serving round."""
     target, found = load_target("smollm2", "float32"), {}

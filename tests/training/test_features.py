@@ -46,6 +46,7 @@ def stored(tmp_path, mode="offline", **changes):
     }  # fmt: skip
 
 
+@pytest.mark.ci
 def test_offline_is_the_online_run_and_resumes_in_mid_epoch(tmp_path, data):
     train(world.config(tmp_path / "online", data))
     config = world.config(tmp_path / "offline", data, **stored(tmp_path))
