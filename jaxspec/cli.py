@@ -30,6 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "client": ("jaxspec.serving.client", "send prompts to a running server"),
     "prepare": ("jaxspec.commands.prepare", "turn conversations into a token file to train on"),
     "regenerate": ("jaxspec.commands.regenerate", "let the target answer the prompts of a data set"),
+    "capture": ("jaxspec.commands.capture", "store or spool the target's features of a run's data"),
     "calibrate": ("jaxspec.commands.calibrate", "fit the temperatures of a drafter's confidence head"),
     "inspect": ("jaxspec.commands.inspect", "what a drafter's folder holds, and what it lacks"),
     "convert": ("jaxspec.commands.convert", "write a drafter in another public layout"),

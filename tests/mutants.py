@@ -25,6 +25,7 @@ from tests.faults import (
     eagle,
     engine,
     fast,
+    features,
     grammar,
     kernels,
     kernels_anchor,
@@ -66,6 +67,7 @@ MUTANTS: list[Mutant] = [
     *engine.ENGINE,
     *parallel.PARALLEL,
     *fast.FAST,
+    *features.FEATURES,
 ]
 
 if __name__ == "__main__":

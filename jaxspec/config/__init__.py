@@ -13,6 +13,7 @@ from jaxspec.config.text import add_help, describe
 from jaxspec.config.train import (
     DataSection,
     DrafterSection,
+    FeaturesSection,
     ObjectiveSection,
     OptimizerSection,
     RunSection,
@@ -25,6 +26,7 @@ __all__ = [
     "DataSection",
     "DrafterSection",
     "EngineSection",
+    "FeaturesSection",
     "MeshSection",
     "ObjectiveSection",
     "OptimizerSection",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxspec.config import eagle_rules, presets
+from jaxspec.config import eagle_rules, feature_rules, presets
 from jaxspec.config.schema import contradiction
 from jaxspec.errors import ConfigError
 
@@ -69,7 +69,7 @@ def fill_train(data: Any) -> Any:
     """Adds absent optional sections, the preset and the objective's defaults, which depend on the drafter."""
     if not isinstance(data, Mapping):
         return data
-    filled = {"objective": {}, "optimizer": {}, "mesh": {}, **presets.fill(data)}
+    filled = {"objective": {}, "features": {}, "optimizer": {}, "mesh": {}, **presets.fill(data)}
     drafter, objective = fill_drafter(filled.get("drafter")), filled["objective"]
     if not isinstance(drafter, Mapping) or not isinstance(objective, Mapping):
         return filled
@@ -232,6 +232,7 @@ def _check_attention(drafter: DrafterSection) -> None:
 def check_train(config: TrainConfig) -> None:
     """Contradictions between sections of a training config."""
     _check_objective(config)
+    feature_rules.check_features(config)
     run, data = config.run, config.data
     if run.steps is None and run.epochs is None and run.seconds is None:
         raise ConfigError(

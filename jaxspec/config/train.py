@@ -131,6 +131,25 @@ class DataSection(Section):
     shuffle: bool = key(True, "new order each epoch")
 
 
+class FeaturesSection(Section):
+    """Where the target's hidden states come from."""
+
+    mode: Literal["online", "offline", "spool"] = key(
+        "online",
+        "online: the target runs in the step; offline: files of `jaxspec capture`; spool: as they come",
+    )
+    path: str | None = key(None, "offline: the files' folder (or a DeepSpec cache); spool: the spool", min_length=1)
+    storage: Literal["bfloat16", "float32", "int8"] = key(
+        "bfloat16", "dtype of the files; int8 has a scale for 32 channels, row 0 and the teacher stay bfloat16"
+    )
+    shard_examples: int = key(64, "offline: sequences of a file", ge=1)
+    shard_batches: int = key(1, "spool: micro-batches of a file", ge=1)
+    spool_shards: int = key(16, "spool: files that may wait, those of steps without a checkpoint included", ge=1)
+    lease_seconds: float = key(60.0, "spool: a file whose producer was silent for so long is free", gt=0)
+    wait_seconds: float = key(1800.0, "spool: longest wait of the trainer for a file", gt=0)
+    read_threads: int = key(2, "offline: threads that read ahead; 0 reads when a batch is asked for", ge=0)
+
+
 class OptimizerSection(Section):
     """AdamW, warm-up, schedule and batch."""
 
@@ -206,6 +225,7 @@ class TrainConfig(Section):
     drafter: DrafterSection
     objective: ObjectiveSection
     data: DataSection
+    features: FeaturesSection
     optimizer: OptimizerSection
     mesh: TrainMeshSection
     run: RunSection

@@ -44,7 +44,7 @@ class Checkpoints:
         )
         with self._writing():
             self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
-        self._saved = self._manager.latest_step()
+        self._saved = self._durable = self._manager.latest_step()
 
     def latest(self) -> int | None:
         """Step of the newest complete checkpoint."""
@@ -85,6 +85,7 @@ class Checkpoints:
         """
         if self._saved == step:
             return
+        self._durable = self.durable()
         self._saved = step
         with self._writing():
             if not self.directory.is_dir():  # orbax would make it anew, without what else a run directory holds
@@ -92,6 +93,13 @@ class Checkpoints:
             self._manager.save(
                 step, args=ocp.args.Composite(state=ocp.args.StandardSave(_parts(state)), meta=ocp.args.JsonSave(meta))
             )
+
+    def durable(self) -> int | None:
+        """Step of the newest checkpoint that is known to be whole on the disk; the one in the making becomes it when
+        Orbax has given it its name."""
+        if self._saved != self._durable and (self.directory / str(self._saved)).is_dir():
+            self._durable = self._saved
+        return self._durable
 
     def wait(self) -> None:
         """Return when everything is durable. Raises CheckpointError where it cannot become so."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxspec.errors import DataError, problem
 from jaxspec.training.collect import Collector, Row, Statistics
+from jaxspec.training.deepspec_cache import cached_rows
 from jaxspec.training.packed import Packed, packed, vocabulary_hash
 from jaxspec.training.records import BadRow, conversations
 from jaxspec.training.sources import SUFFIXES
@@ -70,7 +71,7 @@ def load_examples(
     max_empty_fraction: float = 0.5,
     vocab_size: int | None = None,
 ) -> Examples:
-    """Read `data.path`: conversations (which need the target's tokenizer) or an .npz token file.
+    """Read `data.path`: conversations (which need the target's tokenizer), an .npz token file or a DeepSpec cache.
 
     Args:
       tokenizer: of the target, None where it has none; a callable without arguments is called when it is needed.
@@ -84,10 +85,13 @@ def load_examples(
       DataError: names the field and what was expected.
     """
     source = Path(path)
-    expected = f"a file of conversations ({', '.join(SUFFIXES)}) or an .npz token file"
-    if not source.is_file():
+    expected = f"a file of conversations ({', '.join(SUFFIXES)}), an .npz token file or the folder of a DeepSpec cache"
+    if not source.is_file() and not source.is_dir():
         raise DataError(problem("data.path", f"no file {str(path)!r}", expected))
-    if source.suffix == ".npz":
+    rows: Iterator[Row]
+    if source.is_dir():
+        rows, name = cached_rows(source), "none"
+    elif source.suffix == ".npz":
         content = packed(source)
         _check_vocabulary(content, tokenizer, source)
         rows, name = _packed_rows(content), str(content.about.get("template", "none"))

@@ -1,6 +1,7 @@
-"""Online features: the target's forward inside the training program. Nothing is stored.
+"""A step's features: the target's forward inside the training program, or what was stored of it.
 
-Sequences are padded on the right and attention is causal, so padding cannot reach a real row.
+Sequences are padded on the right and attention is causal, so padding cannot reach a real row. Online the rows of
+padding are what the target makes of them, stored ones are zero: nothing reads either.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import jax
 
 from jaxspec.drafters.base import Drafter
 from jaxspec.models.decoder import Decoder
+from jaxspec.training.featurestore.codec import dequantise
 
-__all__ = ["capture"]
+__all__ = ["capture", "step_features"]
 
 
 def capture(
@@ -33,3 +35,21 @@ def capture(
     features = jax.lax.stop_gradient(output.features).astype(dtype)
     teacher = jax.lax.stop_gradient(output.hidden) if drafter.needs_teacher else None
     return features, teacher
+
+
+def step_features(
+    model: Decoder, drafter: Drafter, target_params: Any, batch: dict[str, jax.Array], dtype: Any, teacher_dtype: Any
+) -> tuple[jax.Array, jax.Array | None]:
+    """`capture` of a batch, or the stored features that it brings (see `featurestore.codec.Layout.fields`).
+
+    Args:
+      batch: arrays [B, ...].
+      teacher_dtype: the target's, which a stored teacher is given back in.
+    """
+    if "features" in batch:
+        features = batch["features"].astype(dtype)
+    elif "codes" in batch:
+        features = dequantise(batch["codes"], batch["scales"], batch["first"]).astype(dtype)
+    else:
+        return capture(model, drafter, target_params, batch["input_ids"], dtype)
+    return features, batch["teacher"].astype(teacher_dtype) if drafter.needs_teacher else None

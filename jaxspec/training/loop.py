@@ -20,7 +20,7 @@ from jaxspec.training import pod
 from jaxspec.training.best import Best
 from jaxspec.training.checkpoint import Checkpoints
 from jaxspec.training.metrics import MetricsWriter, NoWriter, Window
-from jaxspec.training.pipeline import BATCH_FIELDS, Batches
+from jaxspec.training.pipeline import Batches
 from jaxspec.training.progress import Reporter
 from jaxspec.training.signals import StopRequest
 from jaxspec.training.state import Placement, TrainState
@@ -80,16 +80,21 @@ class Loop:
         self._now = self._saved_at = seconds
         self.reporter.start(step, self.total_steps)
         try:
+            asked: float | None = None
             while (reason := self._ends(step)) is None:
-                started = time.perf_counter()
+                self.batches.saved(self.checkpoints.durable())
+                asked = asked or time.perf_counter()
+                if not self.batches.ready():
+                    continue  # the wait is in small pieces, so that a signal is heard and the time is kept
                 host = next(self.batches)
-                waited = time.perf_counter() - started
+                waited, asked = time.perf_counter() - asked, None
                 count = int(host["lengths"].sum())
                 with jax.transfer_guard("disallow"):
-                    batch = self.placement.put_batch({name: host[name] for name in BATCH_FIELDS})
+                    batch = self.placement.put_batch({name: host[name] for name in self.batches.fields})
                     state, metrics = self.step(state, self.frozen, batch)
                 if previous is not None:
                     jax.block_until_ready(previous)
+                    self.batches.trained(step)
                 previous = metrics["loss"]
                 step, tokens = step + 1, tokens + count
                 window.add(metrics, count, waited)
@@ -102,6 +107,7 @@ class Loop:
                 if self._due(step):
                     self._save(state, step, tokens)
             jax.block_until_ready(state)
+            self.batches.trained(step)
             if len(window):
                 last = self._log(window, step)
             if self.config.eval_every and step % self.config.eval_every and reason in ("steps", "seconds"):
@@ -110,6 +116,7 @@ class Loop:
             self._check_taught(int(jax.device_get(state.skipped)), step, final=reason in ("steps", "seconds"))
             self._save(state, step, tokens)
             self.checkpoints.wait()
+            self.batches.saved(self.checkpoints.durable())
         finally:
             self.reporter.stop()
         return Outcome(state, step, reason, self.seconds(), tokens, last)

@@ -14,15 +14,13 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 
-from jaxspec.checkpoints.drafter import Draft, check_export_folder, load_drafter, save_drafter
-from jaxspec.checkpoints.target import Target, load_target
-from jaxspec.checkpoints.tokenizer import load_tokenizer
+from jaxspec.checkpoints.drafter import Draft, check_export_folder, save_drafter
+from jaxspec.checkpoints.target import Target
 from jaxspec.config import TrainConfig, render
 from jaxspec.drafters.base import Shared
 from jaxspec.drafters.eagle import Eagle
 from jaxspec.drafters.eagle3 import Eagle3
 from jaxspec.errors import ConfigError, DataError, ResumeError, problem
-from jaxspec.models.layers import stack_layers
 from jaxspec.training import directory as run_directory
 from jaxspec.training import fingerprint as fp
 from jaxspec.training import memory, pod, tracking
@@ -30,12 +28,14 @@ from jaxspec.training import optimizer as opt
 from jaxspec.training import report as run_report
 from jaxspec.training.anchors import any_anchor
 from jaxspec.training.best import Best, about
-from jaxspec.training.build import fresh_drafter, initial_params, warm_start, with_objective
+from jaxspec.training.build import initial_params
 from jaxspec.training.checkpoint import Checkpoints
-from jaxspec.training.data import Examples, load_examples
+from jaxspec.training.data import Examples
+from jaxspec.training.featurestore.modes import Features, open_features
+from jaxspec.training.inputs import load_data, load_draft, load_stacked, needed_target, stacked, tables_alone
 from jaxspec.training.loop import Loop, Outcome
 from jaxspec.training.metrics import MetricsWriter, NoWriter
-from jaxspec.training.pipeline import BATCH_FIELDS, Batches, padded_length, steps_per_epochs
+from jaxspec.training.pipeline import Batches, batch_shapes, padded_length, steps_per_epochs
 from jaxspec.training.progress import Reporter
 from jaxspec.training.signals import StopRequest, stop_requests
 from jaxspec.training.state import Placement, abstract, choose, create
@@ -59,6 +59,7 @@ class _Run:
     total_steps: int | None
     fingerprint: dict[str, Any]
     spec: StepSpec
+    features: Features
     reporter: Reporter
 
 
@@ -112,6 +113,7 @@ def run(
                 with attention_over(_anchor_attention(config, placement)):
                     report = _train(prepared, checkpoints, evaluate, stop, placement)
             finally:
+                prepared.features.close()
                 checkpoints.close()
             if pod.chief():
                 run_directory.write_atomically(place / "report.json", json.dumps(report, indent=1) + "\n")
@@ -133,28 +135,14 @@ def _prepare(config: TrainConfig, target: Target | None, reporter: Reporter, pla
     if pod.chief():
         check_export_folder(_export_folder(config))
     tracking.check(config)
-    target = target or _load(config, placement)
-    if config.drafter.source is None:
-        draft = Draft(fresh_drafter(config, target.config), None)
-    else:
-        draft = load_drafter(config.drafter.source, target, "float32")
-        draft = warm_start(config, draft)
-        draft = dataclasses.replace(draft, drafter=with_objective(draft.drafter, config.objective))
-        reporter.say(f"drafter: weights and architecture from {draft.source}, training from its parameters")
-    target.model.check_taps(draft.drafter.taps)
-    data, directory = config.data, target.directory
-    examples = load_examples(
-        data.path,
-        tokenizer=None if directory is None else lambda: load_tokenizer(directory),
-        template=data.template,
-        max_length=data.max_length,
-        min_loss_tokens=data.min_loss_tokens,
-        max_empty_fraction=data.max_empty_fraction,
-        vocab_size=target.config.vocab_size,
-    )
+    target = target or load_stacked(config, placement)
+    draft = load_draft(config, target, reporter.say)
+    examples = load_data(config, target)
     reporter.say(examples.statistics.line())
+    data = config.data
     seq_len = padded_length(examples, data.max_length)
     _check_anchors(config, draft.drafter, examples, seq_len)
+    features = open_features(config, target, draft.drafter, examples, seq_len)
     rows = config.optimizer.batch_size * config.optimizer.accumulation
     limits = [config.run.steps, config.run.epochs and steps_per_epochs(len(examples), config.run.epochs, rows)]
     total = min((limit for limit in limits if limit), default=None)
@@ -171,26 +159,16 @@ def _prepare(config: TrainConfig, target: Target | None, reporter: Reporter, pla
         ema_decay=config.optimizer.ema_decay,
     )
     identity = f"{target.name} {target.revision}"
-    marks = fp.fingerprint(config, examples, draft.drafter.to_hf(), identity, total)
-    if isinstance(target.params["model"]["layers"], list):
-        # one copy of the weights: the stacked form replaces the list of layers
-        target = dataclasses.replace(target, params=stack_layers(target.params))
-    if not draft.drafter.needs_teacher and not config.run.eval_every:
-        model, params = target.model.truncated(target.params, draft.drafter.taps)
-        spec = dataclasses.replace(spec, model=model)
-        target = dataclasses.replace(target, params=params)
-    return _Run(config, target, draft, examples, seq_len, total, marks, spec, reporter)
-
-
-def _load(config: TrainConfig, placement: Placement) -> Target:
-    """The target, its layers stacked, each tensor put where the mesh wants it as soon as it is read."""
-    spread = placement.shard if placement.mesh.size > 1 else None
-    section = config.target
-    with memory.while_loading(config):
-        return load_target(
-            section.source, section.dtype, quantization=section.quantization, lora=section.lora, shardings=spread,
-            stacked=True,
-        )  # fmt: skip
+    marks = fp.fingerprint(config, examples, draft.drafter.to_hf(), identity, total) | features.marks
+    if features.layout is not None and not config.run.eval_every:
+        target = dataclasses.replace(target, params=tables_alone(target.params))  # nothing runs the target
+    else:
+        target = stacked(target)
+        model, params = needed_target(target, draft.drafter, whole=bool(config.run.eval_every))
+        if model is not target.model:
+            spec = dataclasses.replace(spec, model=model)
+            target = dataclasses.replace(target, params=params)
+    return _Run(config, target, draft, examples, seq_len, total, marks, spec, features, reporter)
 
 
 def _check_anchors(config: TrainConfig, drafter: Any, examples: Examples, seq_len: int) -> None:
@@ -215,15 +193,13 @@ def _train(
 ) -> dict[str, Any]:
     config, reporter, place = run.config, run.reporter, Path(run.config.run.directory)
     key = jax.random.key(config.run.seed)
-    batches = Batches(
-        run.examples, seq_len=run.seq_len, batch_size=config.optimizer.batch_size,
-        accumulation=config.optimizer.accumulation, seed=config.run.seed, shuffle=config.data.shuffle,
-    )  # fmt: skip
+    batches = run.features.batches(run.examples, run.seq_len)
     step = checkpoints.resumable()
     before: dict[str, Any] = {"seconds": 0.0, "tokens": 0}
     if step is not None:
         before = _resumable(checkpoints.meta(step), run, place)
         batches.set_state(before["input"])
+    batches.begin(step or 0)
     params = (
         run.draft.params
         if run.draft.params is not None
@@ -256,6 +232,8 @@ def _train(
         reporter.say(f"the budget of run.seconds={config.run.seconds:g} was reached at step {outcome.step}")
     if status == "stopped":
         reporter.say(f"stopped by {outcome.reason} at step {outcome.step}, saved; the same command goes on from there")
+    if finished:
+        batches.finish()
     return {
         "version": META_VERSION,
         "status": status,
@@ -300,10 +278,9 @@ def _loop(
 ) -> Outcome:  # fmt: skip
     config, place = run.config, Path(run.config.run.directory)
     rows = (config.optimizer.accumulation, config.optimizer.batch_size)
-    frozen = placement.put(Frozen(run.target.params, shared))
-    shapes = {"input_ids": (*rows, run.seq_len), "loss_mask": (*rows, run.seq_len), "example_ids": rows, "epochs": rows}
-    kinds = {name: jnp.bool_ if name == "loss_mask" else jnp.int32 for name in BATCH_FIELDS}
-    batch = {name: jax.ShapeDtypeStruct(shapes[name], kinds[name]) for name in BATCH_FIELDS}
+    stored = run.features.layout is not None
+    frozen = placement.put(Frozen({} if stored else run.target.params, shared))
+    batch = batch_shapes(*rows, run.seq_len, run.features.layout)
     started = time.perf_counter()
     shape = abstract(state)  # the first step donates the arrays
     with memory.answered(config, shape, frozen, placement, run.reporter.say):

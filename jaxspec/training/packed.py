@@ -20,7 +20,7 @@ import numpy as np
 from jaxspec.checkpoints.atomic import replacing_file
 from jaxspec.errors import DataError, problem
 
-__all__ = ["Packed", "packed", "vocabulary_hash", "write_packed"]
+__all__ = ["Packed", "packed", "packed_about", "vocabulary_hash", "write_packed"]
 
 _BROKEN = (zipfile.BadZipFile, zlib.error, ValueError, OSError, EOFError)
 
@@ -74,6 +74,15 @@ def packed(path: Path) -> Packed:
     if len(tokens) and (tokens.min() < 0 or tokens.max() > np.iinfo(np.int32).max):
         raise DataError(_at(path, "tokens", f"ids from {tokens.min()} to {tokens.max()}", "token ids"))
     return Packed(tokens, offsets, _loss_mask(arrays, offsets, path), about)
+
+
+def packed_about(path: Path) -> dict[str, Any]:
+    """What the file says of itself alone; empty where it says nothing. Raises DataError."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return _about(file["about"] if "about" in file.files else None, path)
+    except _BROKEN as error:
+        raise DataError(problem(f"data.path ({path.name})", f"unreadable ({error})", "an .npz token file")) from error
 
 
 def _arrays(path: Path) -> dict[str, np.ndarray]:

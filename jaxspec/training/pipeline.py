@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grain
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.training.data import Examples
+from jaxspec.training.featurestore.codec import Layout
 
-__all__ = ["BATCH_FIELDS", "Batches", "padded_length", "steps_per_epochs"]
+if TYPE_CHECKING:
+    from jaxspec.training.featurestore.offline import Joined
+
+__all__ = ["BATCH_FIELDS", "Batches", "batch_shapes", "padded_length", "steps_per_epochs"]
 
 BATCH_FIELDS = ("input_ids", "loss_mask", "example_ids", "epochs")
 _PAD_TO = 8
@@ -30,6 +36,20 @@ def padded_length(examples: Examples, max_length: int) -> int:
 def steps_per_epochs(num_examples: int, epochs: int, rows_per_step: int) -> int:
     """Optimizer steps that pass `epochs` times through the data; the last one may hold padding rows."""
     return math.ceil(num_examples * epochs / rows_per_step)
+
+
+def batch_shapes(
+    accumulation: int, batch_size: int, seq_len: int, layout: Layout | None = None
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of what a step takes: BATCH_FIELDS, and the stored features of `layout`."""
+    rows = (accumulation, batch_size)
+    shapes = {"input_ids": (*rows, seq_len), "loss_mask": (*rows, seq_len), "example_ids": rows, "epochs": rows}
+    kinds = {name: jnp.bool_ if name == "loss_mask" else jnp.int32 for name in BATCH_FIELDS}
+    stored = {} if layout is None else layout.fields(seq_len)
+    return {
+        **{name: jax.ShapeDtypeStruct(shapes[name], kinds[name]) for name in BATCH_FIELDS},
+        **{name: jax.ShapeDtypeStruct((*rows, *shape), dtype) for name, (shape, dtype) in stored.items()},
+    }
 
 
 class Batches:
@@ -48,11 +68,16 @@ class Batches:
       seed: of the shuffling.
       shuffle: False keeps the order of the file.
       epochs: None repeats for ever.
+      layout: of the records that the examples bring under `record`; their arrays [A, B, ...] come with the batch.
+      threads: that read ahead; 0 where rows are in memory, since they would cost more than they save.
+
+    A batch is ready at once and nothing is kept of it: `ready`, `begin`, `trained`, `saved` and `finish` are for a
+    source that is fed while it is read (`featurestore.consumer`).
     """
 
     def __init__(
         self,
-        examples: Examples,
+        examples: Examples | Joined,
         *,
         seq_len: int,
         batch_size: int,
@@ -60,7 +85,10 @@ class Batches:
         seed: int = 0,
         shuffle: bool = True,
         epochs: int | None = None,
+        layout: Layout | None = None,
+        threads: int = 0,
     ):
+        self.fields = (*BATCH_FIELDS, *(() if layout is None else layout.fields(seq_len)))
         count = len(examples)
         source = grain.MapDataset.source(examples)
         if shuffle:
@@ -71,11 +99,17 @@ class Batches:
         )
 
         def collate(rows: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
-            return _collate(rows, seq_len, batch_size, accumulation)
+            batch = _collate(rows, seq_len, batch_size, accumulation)
+            if layout is not None:
+                stored = layout.stack([row["record"] for row in rows], seq_len, batch_size * accumulation)
+                batch |= {
+                    name: array.reshape(accumulation, batch_size, *array.shape[1:]) for name, array in stored.items()
+                }
+            return batch
 
         dataset = source.batch(batch_size * accumulation, drop_remainder=False, batch_fn=collate)
-        # in-memory rows: reader threads would cost more than they save
-        self._iterator = iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
+        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=threads)
+        self._iterator = iter(dataset.to_iter_dataset(options))
 
     def __iter__(self) -> Batches:
         return self
@@ -90,6 +124,25 @@ class Batches:
     def set_state(self, state: dict[str, Any]) -> None:
         """Go to a position that get_state gave."""
         self._iterator.set_state(state)
+
+    def ready(self) -> bool:
+        """Whether the next batch can be had now; False after a short wait."""
+        return True
+
+    def begin(self, step: int) -> None:
+        """Training goes on after `step`, which a durable checkpoint holds (0: from the start)."""
+
+    def trained(self, step: int) -> None:
+        """The optimizer's steps up to `step` are done."""
+
+    def saved(self, step: int | None) -> None:
+        """A durable checkpoint covers the steps up to `step`."""
+
+    def finish(self) -> None:
+        """The run has ended; nothing more will be asked for."""
+
+    def close(self) -> None:
+        """Releases what is held."""
 
 
 def _collate(rows: Sequence[dict[str, Any]], seq_len: int, batch_size: int, accumulation: int) -> dict[str, np.ndarray]:

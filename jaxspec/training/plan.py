@@ -24,7 +24,8 @@ from jaxspec.models.layers import stack_layers
 from jaxspec.parallel.mesh import CHIPS, GIB, tpu_devices
 from jaxspec.training import optimizer as opt
 from jaxspec.training.build import fresh_drafter, initial_params
-from jaxspec.training.pipeline import BATCH_FIELDS
+from jaxspec.training.featurestore.codec import Layout
+from jaxspec.training.pipeline import batch_shapes
 from jaxspec.training.state import Placement, choose, create
 from jaxspec.training.step import Frozen, StepSpec, attention_over, compile_step
 
@@ -118,10 +119,12 @@ def planned_step(config: TrainConfig, placement: Placement, hbm: int = 0) -> Pla
     state = jax.eval_shape(
         lambda key: create(initial_params(drafter, key, jnp.float32), spec.optimizer, key, averages), jax.random.key(0)
     )
-    rows = (config.optimizer.accumulation, config.optimizer.batch_size)
-    shapes = {name: (*rows, config.data.max_length) for name in ("input_ids", "loss_mask")}
-    kinds = {name: jnp.bool_ if name == "loss_mask" else jnp.int32 for name in BATCH_FIELDS}
-    batch = {name: jax.ShapeDtypeStruct(shapes.get(name, rows), kinds[name]) for name in BATCH_FIELDS}
+    layout = None
+    if config.features.mode != "online":  # the target runs elsewhere; the step takes what was stored
+        hidden = target.config.hidden_size
+        layout = Layout(len(drafter.taps) * hidden, hidden if drafter.needs_teacher else 0, config.features.storage)
+        frozen = Frozen(params if config.run.eval_every else {}, frozen.shared)
+    batch = batch_shapes(config.optimizer.accumulation, config.optimizer.batch_size, config.data.max_length, layout)
     with attention_over(config.run.anchor_attention):
         compiled: Any = compile_step(spec, state, frozen, batch, placement)
     return account(compiled, state, frozen, placement, hbm)

@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 from jaxspec.config import TrainMeshSection
 from jaxspec.errors import ConfigError, problem
 
-__all__ = ["agreed", "chief", "gathered", "join", "together"]
+__all__ = ["agreed", "any_of", "chief", "gathered", "join", "together"]
 
 
 def join(mesh: TrainMeshSection) -> None:
@@ -59,6 +59,13 @@ def agreed(stop: bool, seconds: float) -> tuple[bool, float]:
         return stop, seconds
     said = multihost_utils.process_allgather(np.array([float(stop), seconds], np.float32))
     return bool(said[:, 0].any()), float(said[:, 1].max())
+
+
+def any_of(flag: bool) -> bool:
+    """Whether it is true of any process."""
+    if jax.process_count() == 1:
+        return flag
+    return bool(multihost_utils.process_allgather(np.array([flag])).any())
 
 
 def gathered(tree: Any) -> Any:

@@ -31,7 +31,7 @@ from jaxspec.parallel.rules import TENSOR
 from jaxspec.parallel.training import BATCH
 from jaxspec.training import optimizer as opt
 from jaxspec.training.anchors import AnchorRule, anchor_uniforms, sample_anchors, supervised_anchors
-from jaxspec.training.features import capture
+from jaxspec.training.features import step_features
 from jaxspec.training.state import Placement, TrainState, abstract
 from pallas_kernels.anchor_attention.api import use_implementation
 
@@ -44,7 +44,8 @@ _ANCHORS, _LOSS = 0, 1  # purposes folded into the run's key
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Frozen:
-    """Arrays that a step reads and never changes: target parameters (stacked layers), shared embedding and head."""
+    """Arrays that a step reads and never changes: target parameters (stacked layers; empty where the features are
+    stored), shared embedding and head."""
 
     target: Any
     shared: Shared
@@ -128,7 +129,8 @@ def _prepare(spec: StepSpec, frozen: Frozen, key: jax.Array, step: jax.Array, ba
     ids, mask = batch["input_ids"], batch["loss_mask"]
     uniforms = anchor_uniforms(jax.random.fold_in(key, _ANCHORS), batch["example_ids"], batch["epochs"], ids.shape[1])
     anchors, keep = sample_anchors(uniforms, mask, spec.num_anchors, spec.anchor_rule, spec.block_size)
-    features, teacher = capture(spec.model, spec.drafter, frozen.target, ids, spec.dtype)
+    kind = frozen.shared.embedding.dtype
+    features, teacher = step_features(spec.model, spec.drafter, frozen.target, batch, spec.dtype, kind)
     return Batch(
         input_ids=ids,
         loss_mask=mask,
