@@ -19,12 +19,12 @@ from jaxspec.decoding.generate import Completion, generate
 from jaxspec.decoding.request import SamplingParams
 from jaxspec.decoding.runner import SlotRunner
 from jaxspec.drafters.base import Point, Proposal
+from tests.helpers.marks import REPEATS
 from tests.helpers.worlds import bigram_draft, garbage, golden_pair, swap, tiny_draft, tiny_target
 
 pytestmark = pytest.mark.timeout(900)
 
 NEW = 512
-SLOW = pytest.mark.slow("identity-tiny", covers=("jaxspec/decoding", "jaxspec/drafters", "jaxspec/models"))
 GREEDY = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
 CASES = {"dflash": "03_dflash_gen_q3a", "dspark": "05_deepspec_dspark_gen"}
 CLOSE = 1e-4  # top-2 margin below which a float32 sum in another order may turn an argmax
@@ -107,6 +107,15 @@ class Answers(dict[str, list[Completion]]):
         return self[method]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def optimised():
+    """Thousands of rounds of a few programs: here it is the rounds that take the time, not the compiler."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 @pytest.fixture(scope="module")
 def world() -> World:
     return World()
@@ -143,7 +152,7 @@ def test_B14_512_tokens_one_at_a_time(world: World, method: str) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("family", ["qwen2", *(pytest.param(name, marks=SLOW) for name in ("llama", "qwen3"))])
+@pytest.mark.parametrize("family", ["qwen2", *(pytest.param(name, marks=REPEATS) for name in ("llama", "qwen3"))])
 def test_B14_families_with_a_partly_right_and_a_garbage_draft(family: str) -> None:
     """Two-layer targets that mostly follow the last token: a bigram Markov head is right in part."""
     target = tiny_target(family, seed=2, scale=0.2)

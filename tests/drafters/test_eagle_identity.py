@@ -16,12 +16,12 @@ from jaxspec.drafters.draft_tree import DynamicTree
 from jaxspec.models.layers import stack_layers
 from tests.drafters import eagle_pairs as pairs
 from tests.helpers import worlds
+from tests.helpers.marks import REPEATS
 
 pytestmark = pytest.mark.ci
 
 PROMPTS = ([1, 2, 3], [9, 8, 9, 10, 11, 40, 41], [16] * 7, [31])
 NEW = 512
-SLOW = pytest.mark.slow("identity-tiny", covers=("jaxspec/decoding", "jaxspec/drafters", "jaxspec/models"))
 BUILD = {
     "eagle3-chain": lambda target: pairs.eagle3(target),
     "eagle3-tree": lambda target: pairs.eagle3(target, pairs.DYNAMIC),
@@ -51,7 +51,7 @@ def texts(target: Any, draft: Any, prompts: Any = PROMPTS, new: int = NEW, **cha
     return generate(runner, [list(prompt) for prompt in prompts], params)
 
 
-@pytest.fixture(scope="module", params=["llama", pytest.param("qwen3", marks=SLOW)])
+@pytest.fixture(scope="module", params=["llama", pytest.param("qwen3", marks=REPEATS)])
 def world(request: pytest.FixtureRequest) -> Any:
     target = long_target(request.param)
     return target, [list(one.tokens) for one in texts(target, None)]
@@ -70,11 +70,11 @@ TREE = DynamicTree(top_k=4, depth=5, nodes=19)
     ("target", "case", "tree"),
     [
         ("llama_b", "07_eagle3_infer_llama", None),
-        pytest.param("llama_b", "07_eagle3_infer_llama", TREE, marks=SLOW),
-        ("q3a", "07_eagle3_infer_q3_fullvocab", TREE),
-        pytest.param("q3a", "07_eagle3_infer_q3_fullvocab", None, marks=SLOW),
+        pytest.param("llama_b", "07_eagle3_infer_llama", TREE, marks=REPEATS),
+        pytest.param("q3a", "07_eagle3_infer_q3_fullvocab", TREE, marks=REPEATS),
+        pytest.param("q3a", "07_eagle3_infer_q3_fullvocab", None, marks=REPEATS),
         ("llama_a", "07_eagle2_infer_llama", TREE),
-        pytest.param("llama_a", "07_eagle2_infer_llama", None, marks=SLOW),
+        pytest.param("llama_a", "07_eagle2_infer_llama", None, marks=REPEATS),
     ],
 )
 def test_B14_512_tokens_with_drafters_that_are_often_right(target: str, case: str, tree: Any) -> None:
@@ -108,6 +108,7 @@ def test_weights_that_are_no_number_change_no_token(tree: Any) -> None:
     assert [list(one.tokens) for one in texts(target, broken, new=40, max_context=64)] == expected
 
 
+@REPEATS
 def test_the_debug_build_finds_nothing_to_complain_about() -> None:
     loaded, draft, prompts = worlds.golden_pair("llama_b", "07_eagle3_infer_llama", 128)
     draft = dataclasses.replace(draft, drafter=dataclasses.replace(draft.drafter, tree=DynamicTree(3, 3, 9)))

@@ -16,7 +16,7 @@ from jaxspec.drafters.dspark import DEEPSPEC, with_fresh_heads
 from jaxspec.drafters.markov import MarkovConfig
 from jaxspec.errors import ConfigError
 from jaxspec.training import main as training
-from jaxspec.training.build import warm_start
+from jaxspec.training.build import fresh_drafter, warm_start
 from tests.drafters import tiny
 from tests.training import world
 
@@ -69,7 +69,7 @@ def sources(tmp_path: Path, deepspec: bool) -> Path:
     """An exported draft of the training world, in either layout."""
     target = world.target()
     config = world.config(tmp_path / "x", tmp_path / "x.npz", "dflash")
-    drafter = training.fresh_drafter(config, target.config)
+    drafter = fresh_drafter(config, target.config)
     draft = Draft(drafter, drafter.init(jax.random.key(3), jnp.float32))
     if deepspec:
         headless = MarkovConfig(0, confidence=False, confidence_with_markov=False)

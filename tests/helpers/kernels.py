@@ -14,7 +14,7 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 CHIPS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
 
 
-def ahead_of_time(now: str) -> list[Any]:
+def ahead_of_time(now: str | None) -> list[Any]:
     """Parameters: every chip; `now` belongs to `make test`, the others to `make test-slow-kernels-aot`."""
     later = pytest.mark.slow("kernels-aot", covers=("pallas_kernels",))
     return [pytest.param(chip, marks=() if chip == now else later) for chip in CHIPS]

@@ -20,7 +20,7 @@ PROMPT = [5, 9, 2, 5, 9, 2, 5]
 
 def served(tmp_path: Path, *overrides: str) -> tuple[object, list[int]]:
     common = [f"target.source={Q3A}", "target.dtype=float32", f"compilation_cache={tmp_path / 'xla'}"]
-    common += ["engine.num_slots=1", "engine.max_context=64", "engine.prefill_chunk=8"]
+    common += ["engine.num_slots=1", "engine.max_context=64", "engine.prefill_chunk=8", "engine.rules=false"]
     loaded = load(load_config(ServeConfig, None, [*common, *overrides]), lambda: None)
     answer = generate(loaded.runner, [PROMPT], SamplingParams(max_new_tokens=20, ignore_eos=True))[0]
     return loaded.facts, list(answer.tokens)

@@ -17,6 +17,7 @@ from jaxspec.drafters.small_model import SmallModel
 from jaxspec.errors import ConfigError, RequestError
 from jaxspec.serving.cost import StepsTable
 from jaxspec.serving.engine import Engine
+from tests.helpers.marks import REPEATS
 from tests.helpers.worlds import (
     LANE,
     bigram_draft,
@@ -109,7 +110,7 @@ def test_every_answer_equals_a_walk_by_hand(overlap, pages, confident):
     assert engine.held_pages == 0
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize("chunk", [7, *(pytest.param(chunk, marks=REPEATS) for chunk in (1, 64))])
 def test_B14_a_real_pair_answers_as_a_lone_request_does(chunk):
     target = tiny_target()
     draft = bigram_draft(target)

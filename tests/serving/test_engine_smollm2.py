@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
-
 from jaxspec.checkpoints.target import load_target
 from jaxspec.checkpoints.tokenizer import load_tokenizer
 from jaxspec.decoding.generate import generate
 from jaxspec.decoding.request import SamplingParams
 from jaxspec.decoding.runner import SlotRunner
 from jaxspec.serving.engine import Engine
+from tests.helpers.marks import REPEATS
 from tests.helpers.worlds import bigram_draft
 
-pytestmark = pytest.mark.slow("engine-smollm2", covers=("jaxspec/serving", "jaxspec/decoding", "jaxspec/models"))
+pytestmark = REPEATS
 
 
 def test_four_prompts_equal_the_offline_runner():

@@ -24,6 +24,7 @@ from jaxspec.errors import ConfigError
 from jaxspec.training import main
 from jaxspec.training.data import load_examples
 from jaxspec.training.progress import Reporter
+from tests.helpers.marks import REPEATS
 from tests.training import world
 
 pytestmark = pytest.mark.ci
@@ -62,7 +63,7 @@ def config(directory: Path, data: Path, method: str, **changes: Any) -> TrainCon
     return build(TrainConfig, tree)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=REPEATS)])
 @pytest.mark.parametrize("method", DRAFTERS)
 def test_a_run_lowers_the_loss_and_its_export_serves(method: str, dtype: str, tmp_path: Path) -> None:
     data = world.write_data(tmp_path / "data.npz")

@@ -20,6 +20,7 @@ from jaxspec.training.featurestore.manifest import layout_of
 from jaxspec.training.featurestore.shards import Reader
 from jaxspec.training.plan import planned_step
 from jaxspec.training.state import Placement
+from tests.helpers.marks import REPEATS
 from tests.helpers.process import run_python
 from tests.training import world
 from tests.training.test_run import Lines, assert_same
@@ -75,7 +76,7 @@ def test_features_of_another_run_are_refused_at_the_start(tmp_path, data):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("method", ["dspark", "eagle3"])
+@pytest.mark.parametrize("method", ["dspark", pytest.param("eagle3", marks=REPEATS)])
 def test_a_spool_with_two_producers_is_the_online_run(tmp_path, data, method):
     """The teacher's hidden state comes through too; two micro-batches a step, shards of three."""
     more = {"optimizer__accumulation": 2, "run__checkpoint_every": 2}

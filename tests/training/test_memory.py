@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec.training import main, memory, plan
+from jaxspec.training import inputs, main, memory, plan
 from jaxspec.training.state import Placement
 from tests.training import world
 from tests.training.test_run import Lines
@@ -80,7 +80,7 @@ def test_a_run_answers_at_load_at_compile_and_in_a_step(tmp_path, monkeypatch):
     data = world.write_data(tmp_path / "data.npz")
     config = world.config(tmp_path / "run", data, run__steps=4)
     with monkeypatch.context() as patch:
-        patch.setattr(main, "load_target", failing)
+        patch.setattr(inputs, "load_target", failing)
         with pytest.raises(memory.OutOfMemory, match=r"target\.source tiny.*target\.quantization=int8"):
             main.run(config, reporter=Lines())
     assert not (tmp_path / "run").exists()

@@ -22,6 +22,7 @@ from jaxspec.training.directory import MARKER
 from jaxspec.training.progress import Reporter
 from jaxspec.training.state import Placement, create
 from tests.helpers.guards import count_compiles
+from tests.helpers.marks import REPEATS
 from tests.training import world
 
 
@@ -103,7 +104,7 @@ def test_run_trains_logs_and_exports(tmp_path, data, method, dtype):
     assert not np.array_equal(trained, np.asarray(draft.drafter.init(jax.random.key(0), jnp.float32)["fc"]["weight"]))
 
 
-@pytest.mark.parametrize("accumulation", [1, pytest.param(2, marks=pytest.mark.ci)])
+@pytest.mark.parametrize("accumulation", [2, pytest.param(1, marks=REPEATS)])
 @pytest.mark.ci
 def test_B56_resume_is_bit_exact_in_mid_epoch(tmp_path, data, accumulation):
     """7 examples, 2 or 4 a step: the stop after step 5 lies inside an epoch; a checkpoint is always a whole step."""
