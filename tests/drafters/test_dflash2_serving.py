@@ -22,6 +22,7 @@ from tests.decoding.enumeration import Case, output_law, random_case, target_law
 from tests.decoding.test_enumeration import through_jaxspec
 from tests.drafters import family, tiny
 from tests.helpers import worlds
+from tests.helpers.marks import REPEATS
 from tests.oracle import world
 
 pytestmark = pytest.mark.ci
@@ -136,7 +137,7 @@ def golden_plain():
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("weights", ["trained", "garbage"])
+@pytest.mark.parametrize("weights", ["trained", pytest.param("garbage", marks=REPEATS)])
 def test_B14_512_greedy_tokens_are_the_targets_own(golden_plain, weights):
     target, draft, prompts, plain = golden_plain
     found, done = answers(target, draft if weights == "trained" else worlds.garbage(draft), prompts, 512)

@@ -69,7 +69,7 @@ TREE = DynamicTree(top_k=4, depth=5, nodes=19)
 @pytest.mark.parametrize(
     ("target", "case", "tree"),
     [
-        ("llama_b", "07_eagle3_infer_llama", None),
+        pytest.param("llama_b", "07_eagle3_infer_llama", None, marks=REPEATS),
         pytest.param("llama_b", "07_eagle3_infer_llama", TREE, marks=REPEATS),
         pytest.param("q3a", "07_eagle3_infer_q3_fullvocab", TREE, marks=REPEATS),
         pytest.param("q3a", "07_eagle3_infer_q3_fullvocab", None, marks=REPEATS),

@@ -23,6 +23,7 @@ from jaxspec.serving.main import load
 from tests.decoding.test_trees import line, random_parents, tree_of
 from tests.drafters import eagle_pairs as pairs
 from tests.drafters import tiny
+from tests.helpers.marks import REPEATS
 from tests.helpers.worlds import GOLDEN, tiny_draft, tiny_target
 
 pytestmark = pytest.mark.ci
@@ -97,7 +98,10 @@ def answers(made: Draft | None, **options: Any) -> Any:
     return generate(runner, PROMPTS, SamplingParams(max_new_tokens=48, ignore_eos=True))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(name, marks=REPEATS if name.startswith("eagle-") or name == "eagle2" else ()) for name in METHODS],
+)
 def test_B14_a_threshold_prunes_trees_and_changes_no_token(method: str) -> None:
     plain = answers(None)
     whole, pruned, none = (answers(draft(method), confidence_threshold=t) for t in (0.0, 0.3, 1.0))

@@ -14,10 +14,10 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 CHIPS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
 
 
-def ahead_of_time(now: str | None) -> list[Any]:
-    """Parameters: every chip; `now` belongs to `make test`, the others to `make test-slow-kernels-aot`."""
+def ahead_of_time() -> list[Any]:
+    """Parameters: every chip, in `make test-slow-kernels-aot`. `make test` compiles whole steps and rounds for one."""
     later = pytest.mark.slow("kernels-aot", covers=("pallas_kernels",))
-    return [pytest.param(chip, marks=() if chip == now else later) for chip in CHIPS]
+    return [pytest.param(chip, marks=later) for chip in CHIPS]
 
 
 def interpreted(name: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ SHAPES = [
 SHARDED = ["qwen3-S4096-N512-B16", "smollm2-S4096-N512-B16"]
 
 
-@pytest.mark.parametrize("topology", ahead_of_time(None))
+@pytest.mark.parametrize("topology", ahead_of_time())
 def test_every_shape_compiles_with_its_gradients_on_one_chip_and_sharded_over_four(topology):
     command = ("-m", "pallas_kernels.bench", "--kernel", "anchor_attention", "--tpu", topology)
     done = run_python(*command, timeout=880, JAX_PLATFORMS="cpu")

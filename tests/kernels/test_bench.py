@@ -91,7 +91,7 @@ def test_the_drawn_operands_are_those_that_are_compiled(kernel):
 
 @needs_libtpu
 @pytest.mark.ci
-@pytest.mark.parametrize("chip", ahead_of_time("v5e:2x2"))
+@pytest.mark.parametrize("chip", ahead_of_time())
 def test_every_kernel_compiles_for_one_chip_and_sharded_over_four(chip):
     """Qwen3-4B, Qwen3-8B and SmolLM2 shapes, the tiles' VMEM included."""
     asked = [argument for kernel in KERNELS for argument in ("--kernel", kernel)]

@@ -26,6 +26,7 @@ from jaxspec.serving.engine import Engine
 from jaxspec.serving.requests import Shape
 from pallas_kernels.rotate_write import api as rotate_write
 from pallas_kernels.verify_attention import api as verify_attention
+from tests.helpers.marks import REPEATS
 from tests.helpers.worlds import bigram_draft, loud, tiny_target
 
 SIZES: dict[str, Any] = {"num_slots": 2, "max_context": 64, "prefill_chunk": 16, "page_size": 8, "slot_buckets": (2,)}
@@ -66,7 +67,7 @@ def interpreted(monkeypatch):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("kernels", [False, True], ids=["forms", "kernels"])
+@pytest.mark.parametrize("kernels", [pytest.param(False, marks=REPEATS), True], ids=["forms", "kernels"])
 def test_fast_rounds_answer_as_plain_ones_do(kernels, monkeypatch, interpreted):
     target = tiny_target()
     draft = None if kernels else bigram_draft(target)

@@ -20,6 +20,7 @@ from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.serving import main
 from jaxspec.serving.client import Client
 from jaxspec.serving.progress import Stages
+from tests.helpers.marks import REPEATS
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -121,7 +122,7 @@ def process(tmp_path: Path, *arguments: str) -> Iterator[Process]:
         running.process.stderr.close()
 
 
-@pytest.mark.ci
+@REPEATS  # `make demo` does it too
 def test_served_tokens_with_and_without_a_drafter_are_the_same(tmp_path):
     """Cold start on a folder where nothing was trained, then the same with a drafter; SIGTERM ends both with 0."""
     config(tmp_path)

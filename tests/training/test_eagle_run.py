@@ -91,6 +91,7 @@ def test_a_run_lowers_the_loss_and_its_export_serves(method: str, dtype: str, tm
     assert [one.tokens for one in with_draft] == [one.tokens for one in plain]
 
 
+@REPEATS
 def test_a_resumed_run_ends_where_an_unbroken_one_does(tmp_path: Path) -> None:
     """Moments of the floats, the maps as they were."""
     data = world.write_data(tmp_path / "data.npz")

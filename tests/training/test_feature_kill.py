@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 
 import jax
-import pytest
 
 from jaxspec.training import main
 from jaxspec.training.featurestore import run
+from tests.helpers.marks import REPEATS
 from tests.training import feature_kills, world
 from tests.training.feature_kills import STEPS, Place, check, new_world
 from tests.training.test_run import Lines
@@ -18,7 +18,7 @@ def train(place: Place):
     return main.run(feature_kills.config(place.path, place.mode), target=world.target(), reporter=Lines())
 
 
-@pytest.mark.ci
+@REPEATS
 def test_a_spool_survives_both_sides(tmp_path):
     """The producer dies in the middle of a shard, the trainer after a checkpoint that nobody acknowledged."""
     new_world(tmp_path)

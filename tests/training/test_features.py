@@ -98,7 +98,7 @@ def test_a_spool_with_two_producers_is_the_online_run(tmp_path, data, method):
     assert counts["acknowledged"] == counts["steps"] == 10 and counts["shards"] == 0 == counts["acknowledged_twice"]
 
 
-@pytest.mark.ci
+@REPEATS
 def test_int8_trains_near_the_online_run_and_capture_says_what_it_costs(tmp_path, data):
     online, _ = train(world.config(tmp_path / "online", data, "dspark"))
     config = world.config(tmp_path / "int8", data, "dspark", **stored(tmp_path, features__storage="int8"))
@@ -109,7 +109,7 @@ def test_int8_trains_near_the_online_run_and_capture_says_what_it_costs(tmp_path
     assert coded["metrics"]["loss"] != online["metrics"]["loss"]
 
 
-@pytest.mark.ci
+@REPEATS
 def test_a_store_serves_other_drafters_of_its_taps_and_the_target_stays_off_the_device(tmp_path, data, monkeypatch):
     held = []
     real = main.compile_step

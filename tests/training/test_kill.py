@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.marks import REPEATS
 from tests.helpers.process import QUICK, environment
 from tests.training import world
 from tests.training.test_run import assert_same
@@ -69,7 +70,13 @@ def child(directory: Path, data: Path, mode: str, programs: Path) -> subprocess.
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("mode", "resumes_from"), [("before", "None"), ("between", "5"), ("during 5", "None"), ("during 10", "5")]
+    ("mode", "resumes_from"),
+    [
+        ("before", "None"),
+        ("during 10", "5"),
+        pytest.param("between", "5", marks=REPEATS),
+        pytest.param("during 5", "None", marks=REPEATS),
+    ],
 )
 def test_B56_ten_steps_equal_a_killed_and_resumed_run(tmp_path, straight, mode, resumes_from):
     whole, data, programs = straight
@@ -85,7 +92,7 @@ def test_B56_ten_steps_equal_a_killed_and_resumed_run(tmp_path, straight, mode, 
     assert_same(whole, tmp_path / "run", 10)
 
 
-@pytest.mark.ci
+@REPEATS
 def test_a_second_resume_equals_the_first(tmp_path, straight):
     """Two deaths in one run, the second after a resume, and different processes all the way."""
     whole, data, programs = straight
