@@ -21,6 +21,7 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
 
+import gc
 import json
 import platform
 import subprocess
@@ -34,6 +35,7 @@ import pytest
 from tests.helpers.process import QUICK
 
 ROOT = Path(__file__).resolve().parent.parent
+gc.set_threshold(50_000, 20, 20)  # a traced program is thousands of objects that live long: a fifth of the time else
 
 
 def _quick_compiler() -> None:
