@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jaxspec.config import TrainConfig, load_config, render
+from jaxspec.config import TrainConfig, load_config, presets, render
 from jaxspec.config.presets import PRESETS
 from jaxspec.errors import ConfigError
 
@@ -115,6 +115,8 @@ def test_values_that_belong_together_move_together() -> None:
     [
         (["preset=dsprak"], ["preset: found 'dsprak'", "nearest is dspark", "eagle3"]),
         (["preset=3"], ["preset: found"]),
+        (["preset=dflash2", "drafter.layer_types=3"], ["drafter.layer_types"]),
+        (["preset=dflash2", "drafter.num_layers=10000000"], ["drafter.num_layers", "1000"]),
         (["preset=dflash", "drafter.method=dspark"], ["preset", "drafter.method"]),
         (["preset=dspark", "optimizer.batch_size=3"], ["optimizer.batch_size: found 3", "divisor of 512"]),
         (["preset=dflash2"], ["run.steps, run.epochs and run.seconds"]),
@@ -124,3 +126,9 @@ def test_what_cannot_be_is_named(overrides: list[str], words: list[str]) -> None
     with pytest.raises(ConfigError) as caught:
         load_config(TrainConfig, None, [*BASE, *overrides])
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize("name", [["dflash"], {"dflash": 1}, True])
+def test_a_preset_that_is_no_name_is_one_error(name: Any) -> None:
+    with pytest.raises(ConfigError, match="preset: found"):
+        presets.fill({"preset": name})

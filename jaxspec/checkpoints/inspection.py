@@ -50,13 +50,14 @@ class Inspection:
     missing: tuple[str, ...]
     left_over: tuple[str, ...]
     wrong_shape: tuple[str, ...]
+    not_finite: tuple[str, ...]
     own_tables: tuple[str, ...]
     assumed_target: bool
 
     @property
     def whole(self) -> bool:
-        """Whether the tensors are exactly the drafter's."""
-        return not (self.missing or self.left_over or self.wrong_shape)
+        """Whether the tensors are exactly the drafter's, every value a number."""
+        return not (self.missing or self.left_over or self.wrong_shape or self.not_finite)
 
     @property
     def taps(self) -> list[Any] | None:
@@ -91,6 +92,7 @@ class Inspection:
             "missing": list(self.missing),
             "left_over": list(self.left_over),
             "wrong_shape": list(self.wrong_shape),
+            "not_finite": list(self.not_finite),
         }
 
 
@@ -141,9 +143,16 @@ def inspect(source: str | os.PathLike[str], target: ModelConfig | None = None) -
             for name, shape in wanted.items()
             if name in shapes and tuple(shapes[name]) != shape
         ),
+        not_finite=tuple(name for name, stored in names.items() if not _finite(folder, stored)),
         own_tables=tuple(own),
         assumed_target=assumed,
     )
+
+
+def _finite(folder: TensorFolder, name: str) -> bool:
+    """Whether every value of a tensor is a number; those of integers are."""
+    values = folder.read(name)
+    return not jnp.issubdtype(values.dtype, jnp.floating) or bool(np.isfinite(values).all())
 
 
 def layout_of(config: Mapping[str, Any], names: Mapping[str, str]) -> str:

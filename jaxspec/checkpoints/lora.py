@@ -74,7 +74,7 @@ class Adapter:
 
     def merge(self, name: str, weight: np.ndarray, rows: slice, columns: slice, dtype: Any) -> np.ndarray:
         """The part [rows, columns] of the merged matrix `name` in `dtype`; `weight` is that part of the base's."""
-        left, right = (read_tensor(self._header, stored).astype(np.float32) for stored in self.matrices[name])
+        left, right = (self._factor(stored) for stored in self.matrices[name])
         left, right = left[rows], right[:, columns]
         merged = np.empty(weight.shape, dtype)
         each = max(1, _ROWS // weight.shape[1])
@@ -83,10 +83,24 @@ class Adapter:
             merged[part] = (weight[part].astype(np.float32) + self.scale * (left[part] @ right)).astype(dtype)
         return merged
 
+    def _factor(self, stored: str) -> np.ndarray:
+        """lora_A or lora_B in float32. Raises CheckpointError where it holds anything but numbers."""
+        values = read_tensor(self._header, stored)
+        floats = np.issubdtype(values.dtype, np.floating) or values.dtype.name.startswith(("bfloat16", "float8"))
+        if not floats or not np.isfinite(wide := values.astype(np.float32)).all():
+            found = (
+                f"{stored} of dtype {values.dtype.name}" if not floats else f"{stored} with values that are no numbers"
+            )
+            raise CheckpointError(
+                problem(f"{_FIELD} {self.directory / WEIGHTS}", found, "finite floating-point values")
+            )
+        return wide
+
     def _number(self, config: Mapping[str, Any], key: str, kind: Any) -> Any:
         value = config.get(key)
-        if not isinstance(value, kind) or isinstance(value, bool) or value <= 0:
-            raise ConfigError(problem(f"{self._where}: {key}", value, "a number above 0"))
+        if not isinstance(value, kind) or isinstance(value, bool) or not 0 < value < math.inf:
+            expected = "a whole number above 0" if kind is int else "a number above 0"
+            raise ConfigError(problem(f"{self._where}: {key}", f"found {value!r}", expected))
         return value
 
     def _refuse_unsupported(self, config: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """0 where the tensors are exactly the method's, else 1."""
+    """0 where the tensors are exactly the method's and every value is a number, else 1."""
     from jaxspec.checkpoints.inspection import inspect, target_config
 
     target = None if args.target is None else target_config(args.target)[0]
@@ -38,7 +38,7 @@ def _text(report: dict[str, Any]) -> str:
         f"dtypes       {', '.join(report['dtypes'])}",
         "parameters   " + ", ".join(f"{name} {count:,}" for name, count in report["parameters"].items()),
     ]
-    for what in ("missing", "left_over", "wrong_shape"):
+    for what in ("missing", "left_over", "wrong_shape", "not_finite"):
         lines += [f"{what.replace('_', ' '):<12} {name}" for name in report[what]]
     if report["target_assumed_from_config"]:
         lines.append("(sizes of the target were taken from the drafter's config; --target checks them)")

@@ -12,7 +12,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.config.schema import contradiction
+from jaxspec.config.schema import MAX_LAYERS, contradiction
 from jaxspec.errors import ConfigError, problem
 
 __all__ = ["PRESETS", "Preset", "fill"]
@@ -125,7 +125,7 @@ def fill(data: Mapping[str, Any]) -> Mapping[str, Any]:
     name = data.get("preset")
     if name is None:
         return data
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         near = difflib.get_close_matches(str(name), PRESETS, n=1, cutoff=0)[0]
         expected = f"one of {', '.join(PRESETS)} (the nearest is {near}) or null"
         raise ConfigError(problem("preset", f"found {name!r}", expected))
@@ -157,9 +157,10 @@ def _for(preset: Preset, section: str, given: Mapping[str, Any]) -> dict[str, An
     values = dict(preset.values.get(section, {}))
     if section == "drafter" and preset.sliding:
         layers = given.get("num_layers", values["num_layers"])
-        if isinstance(layers, int) and given.get("sliding_window", 1) is not None:
+        if isinstance(layers, int) and layers <= MAX_LAYERS and given.get("sliding_window", 1) is not None:
             values["layer_types"] = ["sliding_attention"] * layers
-        if "sliding_attention" not in (given.get("layer_types", values.get("layer_types")) or ()):
+        types = given.get("layer_types", values.get("layer_types"))
+        if not isinstance(types, list) or "sliding_attention" not in types:
             del values["sliding_window"]
     if section == "run" and given.get("steps") is not None:
         values.pop("epochs", None)  # a length of one's own replaces the published one; run.seconds only ends it early

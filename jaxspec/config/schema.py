@@ -12,6 +12,7 @@ from pydantic_core import PydanticUndefined
 
 from jaxspec.errors import ConfigError
 
+MAX_LAYERS = 1000  # of a drafter
 FORMAT_VERSION = 1
 
 

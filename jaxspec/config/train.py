@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import model_validator
 
 from jaxspec.config import rules
-from jaxspec.config.schema import FORMAT_VERSION, Section, key, required
+from jaxspec.config.schema import FORMAT_VERSION, MAX_LAYERS, Section, key, required
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -30,7 +30,7 @@ class DrafterSection(Section):
 
     method: Literal["dflash", "dflash2", "dflare", "dspark", "eagle", "eagle3"] = required("drafter method")
     source: str | None = key(None, "drafter checkpoint whose weights the training starts from", min_length=1)
-    num_layers: int = key(5, "decoder layers of the drafter", shown="dflare 7, eagle 1, else 5", ge=1)
+    num_layers: int = key(5, "decoder layers of the drafter", shown="dflare 7, eagle 1, else 5", ge=1, le=MAX_LAYERS)
     block_size: int = key(16, "rows of a draft block, anchor row included", shown="dspark 7, eagle 1, else 16", ge=1)
     mask_token_id: int | None = key(None, "id that fills the open rows; null takes the target's known spare id", ge=0)
     target_layer_ids: tuple[int, ...] | None = key(
@@ -147,6 +147,7 @@ class FeaturesSection(Section):
     spool_shards: int = key(16, "spool: files that may wait, those of steps without a checkpoint included", ge=1)
     lease_seconds: float = key(60.0, "spool: a file whose producer was silent for so long is free", gt=0)
     wait_seconds: float = key(1800.0, "spool: longest wait of the trainer for a file", gt=0)
+    verify_files: bool = key(True, "offline: compare every file's SHA-256 at the start; false compares sizes alone")
     read_threads: int = key(2, "offline: threads that read ahead; 0 reads when a batch is asked for", ge=0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -221,3 +222,14 @@ def test_convert_never_replaces_a_model_or_its_own_source(tmp_path: Path) -> Non
     assert {path: path.read_bytes() for path in sorted(victim.iterdir())} == before
     with pytest.raises(ConfigError, match=r"--out: found .*, the drafter that is converted"):
         convert(source, Q3A, "specforge", source)
+
+
+def test_weights_that_are_no_numbers_are_named(tmp_path: Path) -> None:
+    draft = tmp_path / "draft"
+    shutil.copytree(GOLDEN / "03_dflash_gen_q3a" / "draft", draft)
+    weights = load_file(draft / "model.safetensors")
+    name = next(iter(weights))
+    weights[name] = np.full_like(weights[name], np.nan)
+    save_file(weights, draft / "model.safetensors")
+    found = inspect(draft)
+    assert not found.whole and len(found.report()["not_finite"]) == 1 and name.endswith(found.not_finite[0])

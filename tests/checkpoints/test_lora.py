@@ -133,6 +133,10 @@ def test_the_adapter_is_part_of_the_identity(base: Path, tmp_path: Path) -> None
         ({"peft_type": "IA3"}, "peft_type: found 'IA3'"),
         ({"something_new": 1}, "something_new: found 1"),
         ({"r": 0}, "r: found 0"),
+        ({"r": 2.5}, "r: found 2.5, expected a whole number"),
+        ({"r": "2"}, "r: found '2'"),
+        ({"lora_alpha": float("nan")}, "lora_alpha: found nan"),
+        ({"lora_alpha": float("inf")}, "lora_alpha: found inf"),
         ({"lora_alpha": None}, "lora_alpha"),
         ({"target_modules": ["nothing"]}, "none of the target's"),
         ({"target_modules": "("}, "target_modules"),
@@ -143,6 +147,16 @@ def test_what_is_not_plain_lora_is_refused(base: Path, tmp_path: Path, change: d
     with pytest.raises(ConfigError) as caught:
         load_target(base, lora=adapter(tmp_path / "a", factors(base), **change))
     assert named in str(caught.value) and "adapter_config.json" in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, "integers"])
+def test_factors_that_are_no_numbers_are_refused(base: Path, tmp_path: Path, value: Any) -> None:
+    pairs = factors(base)
+    name = next(iter(pairs))
+    b, a = pairs[name]
+    broken = b.astype(np.int32) if value == "integers" else np.where(np.arange(b.size).reshape(b.shape) == 3, value, b)
+    with pytest.raises(CheckpointError, match="expected finite floating-point values"):
+        load_target(base, lora=adapter(tmp_path / "a", {**pairs, name: (broken, a)}))
 
 
 def test_coverage_holds_in_both_directions(base: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import struct
+import types
 
 import ml_dtypes
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 
 from jaxspec.errors import ConfigError, DataError, ResumeError
 from jaxspec.training.data import load_examples
-from jaxspec.training.featurestore import capture
+from jaxspec.training.featurestore import capture, shards
 from jaxspec.training.featurestore.codec import Layout
 from jaxspec.training.featurestore.offline import Joined, open_records
 from jaxspec.training.featurestore.storage import Storage
@@ -110,7 +111,7 @@ def test_the_manifest_is_checked_field_by_field(tmp_path, examples):
         open_records(storage, wanted, examples)
     path.write_text(text)
     storage.local("shard-000001.arrayrecord").unlink()
-    with pytest.raises(DataError, match=r"shard-000001\.arrayrecord\): \(None, 3\)"):
+    with pytest.raises(DataError, match=r"shard-000001\.arrayrecord\): another file, or none"):
         open_records(storage, wanted, examples)
     with pytest.raises(DataError, match=r"features\.path: nothing at"):
         open_records(Storage(tmp_path / "none"), wanted, examples)
@@ -207,3 +208,78 @@ def test_another_cache_is_refused_by_field(tmp_path, examples, field, value):
     with pytest.raises(DataError, match=r"data\.path: the folder"):
         (storage.root / "manifest.json").unlink()
         load_examples(storage.root)
+
+
+def swapped(path):
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+
+
+def zeroed(path):
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda path: path.unlink(), lambda path: path.write_bytes(b""), swapped, zeroed],
+    ids=["gone", "cut", "another", "zeroed"],
+)
+def test_a_damaged_file_is_refused_at_the_start_and_the_same_capture_makes_it_anew(tmp_path, examples, damage):
+    storage = Storage(tmp_path / "f")
+    write(storage, examples)
+    before = content(storage)
+    damage(storage.local("shard-000001.arrayrecord"))
+    with pytest.raises(DataError, match=r"features\.path \(shard-000001\.arrayrecord\): another file, or none"):
+        open_records(storage, stored.about(examples, LAYOUT), examples)
+    write(storage, examples)
+    assert content(storage) == before
+
+
+def test_a_zeroed_file_that_is_not_hashed_is_one_error(tmp_path, examples):
+    storage = Storage(tmp_path / "f")
+    write(storage, examples)
+    zeroed(storage.local("shard-000001.arrayrecord"))
+    with pytest.raises(DataError, match=r"damaged|records"):
+        open_records(storage, stored.about(examples, LAYOUT), examples, hashed=False).record(4)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("shards", None), ("shard_examples", None), ("examples", -1), ("shards", [{}]), ("shards", [{"file": 3}])],
+)
+def test_a_manifest_with_odd_content_names_the_field(tmp_path, examples, name, value):
+    storage = Storage(tmp_path / "f")
+    write(storage, examples)
+    path = storage.local("manifest.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+    with pytest.raises(DataError, match=r"features\.path \(manifest\.json\)"):
+        open_records(storage, stored.about(examples, LAYOUT), examples)
+
+
+def test_a_path_that_is_no_folder_is_one_error(tmp_path, examples):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(DataError, match=r"features\.path: .*file.*, which cannot be read"):
+        open_records(Storage(tmp_path / "file"), stored.about(examples, LAYOUT), examples)
+
+
+def test_a_broken_side_file_is_a_missing_shard(tmp_path, examples):
+    storage = Storage(tmp_path / "f")
+    with pytest.raises(RuntimeError):
+        write(storage, examples, TokenEncoder(LAYOUT, fails=6))
+    storage.local("shard-000000.json").write_text("{")
+    assert write(storage, examples)[0]["examples"] == 7
+
+
+def test_a_disk_that_fills_up_is_one_error(tmp_path, monkeypatch):
+    class Full:
+        def __init__(self, path, options):
+            pass
+
+        def write(self, record):
+            raise RuntimeError("write() failed: No space left on device")
+
+        def close(self):
+            raise RuntimeError("Failed to close chunk_writer")
+
+    monkeypatch.setattr(shards, "require", lambda: types.SimpleNamespace(ArrayRecordWriter=Full))
+    with pytest.raises(DataError, match=r"features\.path: .* which cannot be written .*a writable place with room"):
+        shards.write_shard(Storage(tmp_path), "a.arrayrecord", [b"x"])

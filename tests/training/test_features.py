@@ -69,6 +69,8 @@ def test_features_of_another_run_are_refused_at_the_start(tmp_path, data):
         train(world.config(tmp_path / "run", data, **stored(tmp_path), drafter__target_layer_ids=[1]))
     with pytest.raises(DataError, match="teacher: the files have False, the run wants True"):
         train(world.config(tmp_path / "run", data, "dspark", **stored(tmp_path)))
+    with pytest.raises(DataError, match="compute_dtype: the files have 'float32', the run wants 'bfloat16'"):
+        train(world.config(tmp_path / "run", data, drafter__dtype="bfloat16", **stored(tmp_path)))
     other = world.write_data(tmp_path / "other.npz", seed=1)
     with pytest.raises(DataError, match="data: the files have"):
         train(world.config(tmp_path / "run", other, **stored(tmp_path)))

@@ -242,3 +242,29 @@ def test_the_ledger_keeps_its_order(tmp_path):
     (tmp_path / "ledger.jsonl").write_text("nonsense\n" + text)
     with pytest.raises(DataError, match="line 1"):
         read_ledger(tmp_path / "ledger.jsonl")
+
+
+@pytest.mark.parametrize("content", ["{}", '{"shard": "x", "done": false}', '{"shard": -5, "done": false}', "[1]", "{"])
+def test_an_odd_cursor_is_one_error(tmp_path, examples, content):
+    one = spool(tmp_path, examples)
+    one.storage.local("cursor.json").write_text(content)
+    with pytest.raises(DataError, match=r"features\.path \(cursor\.json\)"):
+        make(one, examples)
+
+
+@pytest.mark.parametrize("name", ["bytes", "file", "producer", "sha256", "batches"])
+def test_an_account_that_lacks_a_field_is_one_error(tmp_path, examples, name):
+    one = spool(tmp_path, examples)
+    make(one, examples, total=1)
+    path = one.storage.local("unit-00000000.json")
+    path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != name}))
+    with pytest.raises(DataError, match=rf"unit-00000000\.json\) {name}: None, .* restore the file, or delete it"):
+        one.account(0)
+
+
+@pytest.mark.parametrize("line", ["{}", "3", '{"event": "consumed", "step": "a"}', '{"event": 1}', "x"])
+def test_an_odd_line_of_the_ledger_is_one_error(tmp_path, line):
+    path = tmp_path / "ledger.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(DataError, match=r"ledger\.jsonl, line 1"):
+        read_ledger(path)

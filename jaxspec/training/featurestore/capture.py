@@ -17,14 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxspec.errors import ConfigError, ResumeError, problem
+from jaxspec.errors import ConfigError, DataError, ResumeError, problem
 from jaxspec.models.decoder import Decoder
 from jaxspec.parallel.training import BATCH
 from jaxspec.training.data import Examples
 from jaxspec.training.features import capture
 from jaxspec.training.featurestore.codec import Layout, encode_rows
-from jaxspec.training.featurestore.manifest import CAPTURE, MANIFEST, layout_of, read_json
-from jaxspec.training.featurestore.shards import SUFFIX, file_bytes, require, write_shard
+from jaxspec.training.featurestore.manifest import CAPTURE, MANIFEST, layout_of, read_json, typed
+from jaxspec.training.featurestore.shards import SUFFIX, file_bytes, require, whole, write_shard
 from jaxspec.training.featurestore.storage import Storage
 from jaxspec.training.fingerprint import changes
 from jaxspec.training.state import Placement
@@ -32,6 +32,7 @@ from jaxspec.training.state import Placement
 __all__ = ["Encoder", "capture_shards", "check_room", "estimate", "shard_name"]
 
 GIB = 1 << 30
+_ENTRY: dict[str, type] = {"file": str, "bytes": int, "sha256": str, "first": int, "count": int}
 _MARGIN = 64 << 20  # bytes that a disk must keep
 
 
@@ -132,10 +133,11 @@ def capture_shards(
     record = about | {"shard_examples": shard_examples}
     finished = storage.read(MANIFEST)
     if finished is not None:
-        manifest = read_json(finished, MANIFEST)
+        manifest = read_json(finished, MANIFEST, shards=list, examples=int)
         _same({name: value for name, value in manifest.items() if name != "shards"}, record, storage)
-        say(f"{storage} is complete: {len(manifest['shards'])} shards, {manifest['examples']} examples")
-        return manifest
+        if _reopened(storage, manifest, say) is None:
+            say(f"{storage} is complete: {len(manifest['shards'])} shards, {manifest['examples']} examples")
+            return manifest
     sizes = estimate(layout_of(about), examples, shard_examples)
     if (earlier := storage.read(CAPTURE)) is not None:
         _same(read_json(earlier, CAPTURE), record, storage)
@@ -183,8 +185,8 @@ def _shard(
             if stop():
                 raise _Stopped
             rows = [examples[index] for index in range(start, min(start + encoder.rows, part.stop))]
-            for content, lost, whole in encoder.records(rows):
-                error, energy = error + lost, energy + whole
+            for content, lost, squared in encoder.records(rows):
+                error, energy = error + lost, energy + squared
                 yield content
 
     try:
@@ -211,9 +213,27 @@ def _there(storage: Storage, number: int) -> dict[str, Any] | None:
     content = storage.read(_side(number))
     if content is None:
         return None
-    entry = read_json(content, _side(number))
-    whole = storage.exists(entry["file"]) and storage.size(entry["file"]) == entry["bytes"]
-    return entry if whole else None
+    try:
+        entry = read_json(content, _side(number), **_ENTRY)
+    except DataError:
+        return None
+    return entry if whole(storage, entry, hashed=False) else None
+
+
+def _reopened(storage: Storage, manifest: dict[str, Any], say: Callable[[str], None]) -> int | None:
+    """Where files of a finished capture are missing or damaged, it is one that is not finished: how many; else None."""
+    entries = [typed(entry, MANIFEST, **_ENTRY) for entry in manifest["shards"]]
+    lost = {number for number, entry in enumerate(entries) if not whole(storage, entry)}
+    if not lost:
+        return None
+    say(f"{storage}: {len(lost)} of {len(entries)} shards are missing or damaged and are made again")
+    with storage.locked("capture", "capture"):
+        for number, entry in enumerate(entries):
+            if number not in lost:
+                storage.write(_side(number), _text(entry))
+        storage.write(CAPTURE, _text({name: value for name, value in manifest.items() if name != "shards"}))
+        storage.delete(MANIFEST)
+    return len(lost)
 
 
 def _same(stored: dict[str, Any], record: dict[str, Any], storage: Storage) -> None:

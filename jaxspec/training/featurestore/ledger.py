@@ -29,8 +29,11 @@ def read_ledger(path: Path) -> list[dict[str, Any]]:
         if not line.endswith(b"\n"):
             break
         try:
-            events.append(dict(json.loads(line)))
-        except (ValueError, TypeError) as error:
+            event = json.loads(line)
+            if not isinstance(event["event"], str) or type(event.get("step", 0)) is not int:
+                raise ValueError("no event with a whole step")
+            events.append(dict(event))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             where = f"features.path ({path.name}, line {number})"
             raise DataError(problem(where, "a broken line", "an event", "begin with an empty spool")) from error
     return events

@@ -21,7 +21,7 @@ from jaxspec.training.packed import packed_about, vocabulary_hash
 from jaxspec.training.prepare import template_hash
 from jaxspec.training.templates import choose
 
-__all__ = ["CAPTURE", "MANIFEST", "check", "describe", "identity_hash", "layout_of", "read_json"]
+__all__ = ["CAPTURE", "MANIFEST", "check", "describe", "identity_hash", "layout_of", "read_json", "typed"]
 
 KIND, VERSION = "jaxspec features", 1
 MANIFEST, CAPTURE = "manifest.json", "capture.json"
@@ -53,6 +53,7 @@ def describe(config: TrainConfig, target: Target, drafter: Any, examples: Exampl
         "teacher": bool(teacher),
         "hidden_size": target.config.hidden_size,
         "width": width,
+        "compute_dtype": config.drafter.dtype,  # the drafter's: features are rounded to it before they are stored
         "storage": config.features.storage,
         "dtype": str(Layout(width, teacher, config.features.storage).dtype),
         "vocabulary": vocabulary,
@@ -103,17 +104,31 @@ def check(found: dict[str, Any], wanted: dict[str, Any], where: str) -> None:
         raise DataError(problem(f"features.path ({where})", "; ".join(differing), "features of this run", action))
 
 
-def read_json(content: bytes | None, where: str) -> dict[str, Any]:
-    """A JSON object. Raises DataError where there is none."""
+def read_json(content: bytes | None, where: str, **fields: type) -> dict[str, Any]:
+    """A JSON object with at least these fields, of these types. Raises DataError where there is none."""
     if content is None:
         expected = "a folder that `jaxspec capture` finished, or a DeepSpec cache"
         raise DataError(problem("features.path", f"nothing at {where}", expected))
     try:
         value = json.loads(content)
     except ValueError as error:
-        raise DataError(problem(f"features.path ({where})", f"no JSON ({error})", "what was written")) from error
+        found, action = f"no JSON ({error})", "restore the file, or delete it"
+        raise DataError(problem(f"features.path ({where})", found, "what was written", action)) from error
     if not isinstance(value, dict):
         raise DataError(problem(f"features.path ({where})", repr(value)[:60], "a JSON object"))
+    return typed(value, where, **fields)
+
+
+_KINDS = {int: "a whole number from 0 on", str: "text", list: "a list", bool: "true or false"}
+
+
+def typed(value: Any, where: str, **fields: type) -> dict[str, Any]:
+    """`value`, which is an object that has these fields, of these types, no number below zero. Raises DataError."""
+    for name, kind in fields.items():
+        found = value.get(name) if isinstance(value, dict) else None
+        if type(found) is not kind or (isinstance(found, int) and found < 0):
+            field, action = f"features.path ({where}) {name}", "restore the file, or delete it"
+            raise DataError(problem(field, repr(found)[:60], _KINDS[kind], action))
     return value
 
 

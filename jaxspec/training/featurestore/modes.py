@@ -73,7 +73,7 @@ def open_features(config: TrainConfig, target: Target, drafter: Any, examples: E
         spool = open_spool(config, target, drafter, examples, seq_len)
         return Features(config, spool.layout, marks, None, spool)
     wanted = describe(config, target, drafter, examples, seq_len)
-    records = open_records(Storage(_path(config)), wanted, examples)
+    records = open_records(Storage(_path(config)), wanted, examples, config.features.verify_files)
     layout = records.layout if drafter.needs_teacher else dataclasses.replace(records.layout, teacher=0)
     return Features(config, layout, marks | {"features.content": records.mark}, records)
 

@@ -12,8 +12,8 @@ from jaxspec.training.data import Examples
 from jaxspec.training.deepspec_cache import is_cache
 from jaxspec.training.featurestore.cache import Cache
 from jaxspec.training.featurestore.codec import Layout
-from jaxspec.training.featurestore.manifest import CAPTURE, MANIFEST, check, identity_hash, layout_of, read_json
-from jaxspec.training.featurestore.shards import damaged, require
+from jaxspec.training.featurestore.manifest import CAPTURE, MANIFEST, check, identity_hash, layout_of, read_json, typed
+from jaxspec.training.featurestore.shards import damaged, require, whole
 from jaxspec.training.featurestore.storage import Storage
 
 __all__ = ["Joined", "Records", "Shards", "open_records"]
@@ -33,33 +33,44 @@ class Records(Protocol):
 class Shards:
     """A finished capture.
 
+    Args:
+      hashed: compare every file's SHA-256, not its size alone.
+
     Raises:
-      DataError: the manifest does not fit the run, or a file is missing or has another size than it says.
+      DataError: the manifest does not fit the run, or a file is missing or not what it says.
     """
 
-    def __init__(self, storage: Storage, manifest: dict[str, Any], wanted: dict[str, Any]):
+    def __init__(self, storage: Storage, manifest: dict[str, Any], wanted: dict[str, Any], hashed: bool = True):
         require()
         check(manifest, wanted, MANIFEST)
+        typed(manifest, MANIFEST, shards=list, shard_examples=int, examples=int)
         self.layout = layout_of(manifest)
         self.mark = identity_hash(manifest)
         next_example = 0
         for shard in manifest["shards"]:
-            size = storage.size(shard["file"]) if storage.exists(shard["file"]) else None
-            found = (size, shard["first"])
-            if found != (shard["bytes"], next_example):
-                expected = f"{shard['bytes']} bytes from example {next_example} on"
-                action = "copy it again, or capture again into a new folder"
-                raise DataError(problem(f"features.path ({shard['file']})", f"{found}", expected, action))
+            typed(shard, MANIFEST, file=str, bytes=int, sha256=str, first=int, count=int)
+            if shard["first"] != next_example:
+                found = f"{shard['file']} from example {shard['first']} on"
+                raise DataError(
+                    problem(f"features.path ({MANIFEST})", found, f"example {next_example}", "capture again")
+                )
+            if not whole(storage, shard, hashed):
+                found = "another file, or none"
+                expected = f"the one of {shard['bytes']} bytes that the manifest names"
+                action = "copy it again, or capture again: the same command makes it anew"
+                raise DataError(problem(f"features.path ({shard['file']})", found, expected, action))
             next_example += shard["count"]
         if next_example != manifest["examples"]:
             raise DataError(problem(f"features.path ({MANIFEST})", next_example, f"{manifest['examples']} examples"))
         self._paths = [storage.local(shard["file"]) for shard in manifest["shards"]]
         self._each = manifest["shard_examples"]
-        self._source = grain.sources.ArrayRecordDataSource([str(path) for path in self._paths])
-        if len(self._source) != next_example:
-            raise DataError(
-                problem("features.path", f"{len(self._source)} records", f"{next_example}", "capture them again")
-            )
+        try:
+            self._source = grain.sources.ArrayRecordDataSource([str(path) for path in self._paths])
+            count = len(self._source)
+        except (RuntimeError, ValueError) as error:
+            raise damaged(storage.root, error) from error
+        if count != next_example:
+            raise DataError(problem("features.path", f"{count} records", f"{next_example}", "capture them again"))
 
     def record(self, example: int) -> dict[str, Any]:
         """See `Records`. Raises DataError for a damaged file."""
@@ -105,11 +116,12 @@ def same_tokens(example: dict[str, Any], record: dict[str, Any]) -> None:
         )
 
 
-def open_records(storage: Storage, wanted: dict[str, Any], examples: Examples) -> Records:
+def open_records(storage: Storage, wanted: dict[str, Any], examples: Examples, hashed: bool = True) -> Records:
     """The features of `features.path`: our own, or DeepSpec's cache.
 
     Args:
       wanted: `manifest.describe` of the run.
+      hashed: see `Shards`.
 
     Raises:
       DataError: there are none, the capture is not finished, or they do not fit the run.
@@ -127,4 +139,4 @@ def open_records(storage: Storage, wanted: dict[str, Any], examples: Examples) -
     manifest = read_json(content, f"{storage}/{MANIFEST}")
     if is_cache(manifest):
         return Cache(storage, manifest, wanted, examples)
-    return Shards(storage, manifest, wanted)
+    return Shards(storage, manifest, wanted, hashed)

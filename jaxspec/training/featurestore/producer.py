@@ -43,7 +43,7 @@ def produce(
     while not stop():
         wanted, over = spool.missing(total)
         if over:
-            say("nothing more is wanted: every shard of the run was made" if wanted == [] else "the run has ended")
+            say("the run has ended" if spool.cursor()[1] else "nothing more is wanted: every shard of the run was made")
             break
         encoder = encoder or make()
         claimed = next((number for number in wanted if spool.claim(number)), None)

@@ -75,7 +75,7 @@ class Spool:
         content = self.storage.read(_CURSOR)
         if content is None:
             return 0, False
-        value = read_json(content, _CURSOR)
+        value = read_json(content, _CURSOR, shard=int, done=bool)
         return value["shard"], value["done"]
 
     def delete_before(self, shard: int) -> int:
@@ -93,7 +93,9 @@ class Spool:
         content = self.storage.read(_unit(number) + ".json")
         if content is None:
             return None
-        account = read_json(content, _unit(number))
+        account = read_json(
+            content, f"{_unit(number)}.json", file=str, bytes=int, shard=int, batches=list, sha256=str, producer=str
+        )
         name = _unit(number) + SUFFIX
         size = self.storage.size(name) if self.storage.exists(name) else None
         if size != account["bytes"]:

@@ -71,6 +71,9 @@ class Storage:
             return (self.root / name).read_bytes()
         except FileNotFoundError:
             return None
+        except OSError as error:
+            found = f"{self.root / name}, which cannot be read ({error.strerror or error})"
+            raise DataError(problem("features.path", found, "a folder of `jaxspec capture`")) from error
 
     def local(self, name: str) -> Path:
         """A local file with the object's bytes."""
