@@ -19,6 +19,7 @@ from jaxspec.drafters.small_model import SmallModel
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Decoder
 from tests.helpers.guards import no_compiles
+from tests.helpers.marks import REPEATS
 from tests.helpers.worlds import TINY, tiny_draft, tiny_target
 
 pytestmark = pytest.mark.ci
@@ -103,7 +104,9 @@ def test_B10_B30_a_mixed_batch_leaves_each_request_as_it_is_alone(method: str) -
     assert together[0].tokens == mixed_greedy.tokens
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", ["ngram", *(pytest.param(name, marks=REPEATS) for name in METHODS if name != "ngram")]
+)
 def test_a_context_that_ends_inside_a_round(method: str) -> None:
     """The last rounds are cut by the room that is left; nothing is written beyond it."""
     of = target()

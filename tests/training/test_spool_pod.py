@@ -14,6 +14,7 @@ import pytest
 
 from jaxspec.training.featurestore import run as capturing
 from jaxspec.training.main import run
+from tests.helpers.marks import REPEATS
 from tests.training import world
 from tests.training.test_run import Lines
 
@@ -39,7 +40,7 @@ def settings(place: Path, **changes):
     return world.config(place / "two", place / "data.npz", "dspark", **CHANGES, **features, **changes)
 
 
-@pytest.mark.ci
+@REPEATS
 def test_two_consumers_are_one_trainer(tmp_path):
     data = world.write_data(tmp_path / "data.npz", count=16)
     with socket.socket() as free:
