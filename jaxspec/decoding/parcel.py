@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, UInt32
 
-_WORDS = ("bool", "int32", "uint32", "float32")
+_WORDS = {np.dtype(name): name for name in ("bool", "int32", "uint32", "float32")}
 
 
 @jax.tree_util.register_dataclass
@@ -29,11 +29,11 @@ class Parcel:
         found, structure = jax.tree.flatten(tree)
         arrays = [np.asarray(leaf) for leaf in found]
         for array in arrays:
-            if array.dtype.name not in _WORDS:
-                raise TypeError(f"dtype: found {array.dtype}, expected one of {', '.join(_WORDS)}")
+            if array.dtype not in _WORDS:
+                raise TypeError(f"dtype: found {array.dtype}, expected one of {', '.join(_WORDS.values())}")
         words = [(x.astype(np.uint32) if x.dtype == bool else x.view(np.uint32)).reshape(-1) for x in arrays]
         packed: Any = np.concatenate([np.zeros(0, np.uint32), *words])
-        return cls(packed, structure, tuple((x.shape, x.dtype.name) for x in arrays))
+        return cls(packed, structure, tuple((x.shape, _WORDS[x.dtype]) for x in arrays))
 
     def open(self) -> Any:
         """The pytree, inside a compiled program."""

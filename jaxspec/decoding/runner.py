@@ -10,7 +10,7 @@ import dataclasses
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -49,8 +49,7 @@ class DraftLike(Protocol):
     def head(self) -> Any: ...
 
 
-@dataclasses.dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """What a round brought one request. The token that prefill drew comes alone, with `from_round` False."""
 
     handle: int

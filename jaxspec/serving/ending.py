@@ -6,8 +6,8 @@ that completed the stop.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from jaxspec.errors import RequestError, problem
 from jaxspec.serving.text import Codec, Detokenizer
@@ -49,8 +49,7 @@ def _overlap(text: str, stop: str) -> int:
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-size:])), 0)
 
 
-@dataclasses.dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """What a round brought: ids and text to send, and "stop" or "length" once the answer is over."""
 
     tokens: tuple[int, ...]
@@ -85,6 +84,8 @@ class AnswerEnd:
 
     def push(self, tokens: Sequence[int]) -> Piece:
         """The tokens of a round; those behind the end are dropped, as is everything once the answer is over."""
+        if self._text is None:
+            return self._push_ids(tokens)
         kept, text, by_id = [], "", False
         for token in tokens:
             if self.reason is not None:
@@ -93,6 +94,23 @@ class AnswerEnd:
             by_id = self.emitted >= self._min_tokens and int(token) in self._stop_ids
             text += self._take(int(token), by_id)
         return Piece(tuple(kept), text, self.reason, by_id)
+
+    def _push_ids(self, tokens: Sequence[int]) -> Piece:
+        """`push` where there is no text, and so no stop string."""
+        if self.reason is not None:
+            return Piece((), "", self.reason)
+        kept, by_id = tuple(tokens[: self._room - self.emitted]), False
+        if not self._stop_ids.isdisjoint(kept):
+            counts = range(max(self._min_tokens - self.emitted, 0), len(kept))
+            end = next((index for index in counts if kept[index] in self._stop_ids), None)
+            if end is not None:
+                kept, by_id = kept[: end + 1], True
+        self.emitted += len(kept)
+        if by_id:
+            self.reason = "stop"
+        elif self.emitted >= self._room:
+            self.reason = "length"
+        return Piece(kept, "", self.reason, by_id)
 
     def stop(self) -> str:
         """Ends the answer where it is (a grammar is complete, say): the text that was held back."""

@@ -7,7 +7,6 @@ late; what an ended or preempted request still gets from a round in flight is dr
 from __future__ import annotations
 
 import collections
-import dataclasses
 import itertools
 import secrets
 import time
@@ -457,14 +456,15 @@ class Engine(SlotCounts):
                 prompt, request.prompt_logprobs = tuple(request.prompt_logprobs), []
                 self._emit(request, new, said, from_round=False, prompt_logprobs=prompt)
         finished: list[tuple[Request, int, int]] = []
+        counts, proposed, tokens = (part.tolist() for part in (results.counts, results.verified, results.tokens))
         for request, epoch in flight.rows:
             if request.epoch != epoch or request.phase is Phase.ENDED:
                 continue
             request.unread -= 1
-            count, verified = int(results.counts[request.slot]), int(results.verified[request.slot])
+            count, verified = counts[request.slot], proposed[request.slot]
             request.lease.commit(count)
             finished.append((request, verified, max(count - 1, 0)))
-            new = results.tokens[request.slot, :count].tolist()
+            new = tokens[request.slot][:count]
             said = token_logprobs(request, round_logprobs, request.slot, new)
             self._emit(request, new, said, accepted=max(count - 1, 0), proposed=verified)
         self.drafting.note(flight, finished)
@@ -476,7 +476,7 @@ class Engine(SlotCounts):
         whole = len(kept.tokens) == within  # the limit did not come before the grammar's end
         if whole and request.constraint is not None and request.constraint.finished:
             held = request.ending.stop() if kept.reason is None else ""
-            kept = dataclasses.replace(kept, text=kept.text + held, reason="stop", by_id=False)
+            kept = kept._replace(text=kept.text + held, reason="stop", by_id=False)
         request.emitted += kept.tokens
         said = tuple(logprobs[: len(kept.tokens)])
         event = Event(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -80,14 +81,14 @@ class Request:
         that anchor, its rounds are those that it would have had."""
         return self.prompt + self.emitted[:-1]
 
-    @property
+    @functools.cached_property
     def bare(self) -> bool:
         """Whether a `bare` round can serve it."""
         params = self.params
         narrowed = params.temperature >= GREEDY_BELOW and (params.top_k > 0 or params.top_p < 1)
         return not narrowed and params.logprobs is None and self.rules is None and self.constraint is None
 
-    @property
+    @functools.cached_property
     def pinned(self) -> bool:
         """An explicit seed promises ids that do not depend on the load: every proposal is verified."""
         return self.params.seed is not None and self.params.temperature > 0
@@ -126,7 +127,7 @@ class Chosen:
     decoding: list[Request]
     pieces: list[Piece]
 
-    @property
+    @functools.cached_property
     def requests(self) -> list[Request]:
         """All of them."""
         return self.decoding + [piece.request for piece in self.pieces]
@@ -165,7 +166,8 @@ class Metrics:
 
 def read_logprobs(flight: Flight, host: Callable[[Any], Any]) -> tuple[Any, Any, Any]:
     """Of a round's tokens, of first tokens, and of prompts; read only where a request of the round asked for them."""
-    members = [piece.request for piece in flight.pieces] + [request for request, _ in flight.rows]
+    said = flight.output.logprobs is not None  # by the round, to whoever asks
+    members = [piece.request for piece in flight.pieces] + [request for request, _ in flight.rows] if said else []
     if not any(request.params.logprobs is not None for request in members):
         return None, None, None
     return host((flight.output.logprobs, flight.output.first_logprobs, flight.output.prompt_logprobs))

@@ -12,12 +12,13 @@ import numpy as np
 from jaxtyping import Array, UInt32
 
 from jaxspec.decoding.parcel import Parcel
-from jaxspec.decoding.processors import LogitRules, mask_words, rule_rows
+from jaxspec.decoding.processors import mask_words
 from jaxspec.decoding.ragged import Masks, PrefillRows, RaggedProgram, RoundInput, Rules
 from jaxspec.decoding.sampling import SlotSampling
 from jaxspec.drafters.base import Tree
 from jaxspec.serving.drafting import Drafted
 from jaxspec.serving.requests import Chosen, Piece, Request, Shape
+from jaxspec.serving.slot_tables import SlotTables
 
 
 class Home(Protocol):
@@ -68,6 +69,10 @@ class RoundInputs:
     rows_each: int
     written: int
     home: Home
+    _tables: SlotTables = dataclasses.field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_tables", SlotTables(self.program, self.written - self.rows_each))
 
     @property
     def _vocab(self) -> int:
@@ -88,38 +93,18 @@ class RoundInputs:
     ) -> Any:
         """`RoundInput` of who decodes, who of them drafts, and whose prompts run, at home; `observed` [R, m] as
         in `RoundInput.confidence`. What was there before it, of the same shape, is no more."""
-        slots = shape.slots
-        zeros = lambda dtype=np.int32: np.zeros(slots, dtype)  # noqa: E731
-        alive, pinned, logprobs = zeros(bool), zeros(bool), zeros(bool)
-        rules = _no_rules(slots) if self.program.rules and not shape.bare else None
-        limits, proposals, samples, top_k = zeros(), zeros(), zeros(), zeros()
-        temperature, min_p, top_p = zeros(np.float32), zeros(np.float32), np.ones(slots, np.float32)
-        seeds = np.zeros((slots, 2), np.uint32)
-        table = np.zeros((slots, self.program.pages_per_slot), np.int32)
-        for request in [*decoding, *(piece.request for piece in pieces)]:
-            slot, params = request.slot, request.params
-            table[slot] = request.lease.table_row(table.shape[1])
-            # The last token of a round has no row in it, and a tree's nodes beyond its depth never become history.
-            room = request.lease.allocated + 1 - (self.written - self.rows_each)
-            limits[slot] = min(self.program.max_context, room)
-            pinned[slot] = request.pinned
-            seeds[slot] = request.seed & 0xFFFFFFFF, request.seed >> 32
-            samples[slot] = request.sample
-            temperature[slot], top_p[slot], min_p[slot] = params.temperature, params.top_p, params.min_p
-            top_k[slot] = min(params.top_k, self._vocab)
-            logprobs[slot] = params.logprobs is not None
-            if rules is not None and request.rules is not None:
-                for field in dataclasses.fields(Rules):
-                    getattr(rules, field.name)[slot] = getattr(request.rules, field.name)
-        for request in decoding:
-            alive[request.slot] = True
-        for request in drafters:
-            proposals[request.slot] = self.rows_each - 1
-        sampling = SlotSampling(temperature, None if shape.bare else top_k, None if shape.bare else top_p, min_p)
+        slots, tables = shape.slots, self._tables
+        tables.show([*decoding, *(piece.request for piece in pieces)])
+        of = functools.partial(tables.first, slots)
+        alive, proposals = np.zeros(slots, bool), np.zeros(slots, np.int32)
+        alive[[request.slot for request in decoding]] = True
+        proposals[[request.slot for request in drafters]] = self.rows_each - 1
+        top_k, top_p = (None, None) if shape.bare else (of("top_k"), of("top_p"))
+        rules: Any = tables.rules(slots) if self.program.rules and not shape.bare else None
         inputs = RoundInput(
-            alive, table, limits, proposals, pinned, np.int32(budget), seeds, samples,
-            sampling, None if shape.bare else logprobs, observed, rules,
-            self._prefill_rows(pieces) if shape.prefill else None,
+            alive, of("table"), of("limits"), proposals, of("pinned"), np.int32(budget), of("seeds"), of("samples"),
+            SlotSampling(of("temperature"), top_k, top_p, of("min_p")), None if shape.bare else of("logprobs"),
+            observed, None if rules is None else Rules(**rules), self._prefill_rows(pieces) if shape.prefill else None,
         )  # fmt: skip
         return self.home.inputs(shape, inputs)
 
@@ -170,8 +155,3 @@ class RoundInputs:
 @functools.partial(jax.jit, donate_argnums=0)
 def _overwrite(old: UInt32[Array, "n"], new: UInt32[Array, "n"]) -> UInt32[Array, "n"]:
     return old.at[:].set(new)
-
-
-def _no_rules(slots: int) -> Rules:
-    rows: Any = {name: np.repeat(value, slots, 0) for name, value in rule_rows(LogitRules()).items()}
-    return Rules(**rows)

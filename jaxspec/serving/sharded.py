@@ -310,7 +310,7 @@ class ShardedEngine:
         for index, part in enumerate(self._shards):
             for event in part.collect(took_part[index]):
                 handle = event.handle * len(self._shards) + index
-                events.append(dataclasses.replace(event, handle=handle))
+                events.append(event._replace(handle=handle))
                 if event.finish_reason is not None:
                     self._owners.pop(handle, None)
         return events

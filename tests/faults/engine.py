@@ -7,6 +7,8 @@ from tests.helpers.mutation import Mutant
 _ENGINE, _RAGGED = "jaxspec/serving/engine.py", "jaxspec/decoding/ragged.py"
 _PAGES = "jaxspec/serving/request_pages.py"
 _DRAFTING, _INPUTS = "jaxspec/serving/drafting.py", "jaxspec/serving/round_inputs.py"
+_TABLES = "jaxspec/serving/slot_tables.py"
+_ROWS = ("tests/serving/test_slot_tables.py::test_rows_are_those_of_tables_that_were_just_made",)
 _FILE = "tests/serving/test_engine_rounds.py"
 _SOAK = (f"{_FILE}::test_answers_are_those_of_a_walk_while_requests_give_way",)
 _FULL = (f"{_FILE}::test_B38_no_proposal_is_cut_for_want_of_pages",)
@@ -17,7 +19,7 @@ _PREFIX = (f"{_FILE}::test_B27_the_same_prompt_at_once_is_prefilled_once",)
 ENGINE = [
     Mutant(
         "engine-last-token-needs-a-page",
-        _INPUTS,
+        _TABLES,
         "room = request.lease.allocated + 1 - ",
         "room = request.lease.allocated - ",
         _FULL,
@@ -89,19 +91,43 @@ ENGINE = [
     ),
     Mutant(
         "engine-sample-index-dropped",
-        _INPUTS,
-        "            samples[slot] = request.sample\n",
+        _TABLES,
+        '        arrays["samples"][slot] = request.sample\n',
         "",
         _SEEDS,
         "the n answers to a seeded request are one and the same",
     ),
     Mutant(
         "engine-high-word-of-the-seed",
-        _INPUTS,
-        "seeds[slot] = request.seed & 0xFFFFFFFF, request.seed >> 32",
-        "seeds[slot] = request.seed & 0xFFFFFFFF, 0",
+        _TABLES,
+        "[slot] = request.seed & 0xFFFFFFFF, request.seed >> 32",
+        "[slot] = request.seed & 0xFFFFFFFF, 0",
         _SEEDS,
         "seeds that differ above 2^32 are the same (B10)",
+    ),
+    Mutant(
+        "tables-an-older-owner",
+        _TABLES,
+        "if self._owners[slot] is not request:",
+        "if self._owners[slot] is None:",
+        _ROWS,
+        "a slot's next owner is served as the one before it asked",
+    ),
+    Mutant(
+        "tables-older-pages",
+        _TABLES,
+        "if self._pages[slot] != request.lease.pages:",
+        "if len(self._pages[slot]) != len(request.lease.pages):",
+        _ROWS,
+        "a preempted request writes into pages that are another one's now",
+    ),
+    Mutant(
+        "tables-rows-of-nobody",
+        _TABLES,
+        "for slot in self._shown - here:",
+        "for slot in here - self._shown:",
+        _ROWS,
+        "a row stays when its request is gone",
     ),
     Mutant(
         "engine-every-sample-prefills",

@@ -120,4 +120,20 @@ SAMPLING = [
         (f"{_END}::test_B17_stop_and_length_in_one_block",),
         "a stop exactly at max_tokens is a stop (B17)",
     ),
+    Mutant(
+        "ending-ids-behind-the-length",
+        _ENDING,
+        "tuple(tokens[: self._room - self.emitted])",
+        "tuple(tokens)",
+        (f"{_END}::test_B17_stop_and_length_in_one_block",),
+        "an answer has no more ids than it may",
+    ),
+    Mutant(
+        "ending-ids-before-min-tokens",
+        _ENDING,
+        "range(max(self._min_tokens - self.emitted, 0), len(kept))",
+        "range(len(kept))",
+        (f"{_END}::test_min_tokens_keep_both_kinds_of_stop_away",),
+        "a stop id before min_tokens is an id like any other",
+    ),
 ]

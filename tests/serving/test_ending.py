@@ -101,10 +101,12 @@ def test_B17_stop_and_length_in_one_block(block: int) -> None:
         ([1, 2, 3, 4, 5, 6, 7, 8], 1, 1, "length"),
         ([1, 2], 0, 0, "length"),
     ]
-    for tokens, room, kept, reason in cases:
+    letters = "abcdefghij"
+    for (tokens, room, kept, reason), codec in itertools.product(cases, (None, Pieces(*letters))):
         blocks = [tokens[i : i + block] for i in range(0, len(tokens), block)]
-        got, text, why = run(AnswerEnd(room, stop_ids=[STOP]), blocks)
-        assert (got, text, why) == (tokens[:kept], "", reason)
+        got, text, why = run(AnswerEnd(room, stop_ids=[STOP], codec=codec), blocks)
+        said = "" if codec is None else "".join(letters[token] for token in tokens[:kept] if token != STOP)
+        assert (got, text, why) == (tokens[:kept], said, reason)
 
 
 def test_B19_an_end_at_every_slot_of_the_block() -> None:
@@ -119,7 +121,8 @@ def test_min_tokens_keep_both_kinds_of_stop_away() -> None:
     codec = Pieces("a", "END", "E", "ND")
     assert run(AnswerEnd(9, stops=["END"], codec=codec, min_tokens=2), [[1, 0, 1, 0]]) == ([1, 0, 1], "ENDa", "stop")
     assert run(AnswerEnd(9, stops=["END"], codec=codec, min_tokens=1), [[2, 3, 1]]) == ([2, 3, 1], "END", "stop")
-    assert run(AnswerEnd(9, stop_ids=[0], min_tokens=2), [[0, 0, 0, 0]]) == ([0, 0, 0], "", "stop")
+    for blocks in splits([0, 0, 0, 0]):
+        assert run(AnswerEnd(9, stop_ids=[0], min_tokens=2), blocks) == ([0, 0, 0], "", "stop")
 
 
 def test_stops_that_cannot_be_served_are_refused() -> None:
