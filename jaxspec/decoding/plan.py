@@ -120,7 +120,8 @@ def allocate(
     candidate &= survival >= schedule.survival_eps  # false for NaN
     # Position by position, each in the order of requests: what a stable sort leaves in place is the order of ties.
     ranked = jnp.argsort(jnp.where(candidate, survival, -1.0).T.reshape(-1), descending=True, stable=True)
-    rank = jnp.zeros(requests * m, jnp.int32).at[ranked].set(jnp.arange(requests * m, dtype=jnp.int32))
+    order = jnp.arange(requests * m, dtype=jnp.int32)
+    rank = jnp.zeros_like(order).at[ranked].set(order, unique_indices=True)
     extra = jnp.sum(candidate & (budget > rank.reshape(m, requests).T), axis=1)
 
     rows = jnp.clip(schedule.min_rows + extra, max(schedule.min_rows, 1), schedule.most_rows)

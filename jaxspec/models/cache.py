@@ -7,8 +7,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.models.layout import RaggedLayout
 from jaxspec.parallel.rules import heads_apart
-
-TRASH_PAGE = 0
+from pallas_kernels.pages import TRASH_PAGE, write
 
 KVPool = Float[Array, "pages page combined dim"]
 
@@ -21,15 +20,15 @@ def init_pool(num_pages: int, page_size: int, kv_heads: int, head_dim: int, dtyp
 def write_rows(
     pool: KVPool, keys: Float[Array, "M kv dim"], values: Float[Array, "M kv dim"], layout: RaggedLayout
 ) -> KVPool:
-    """Writes each valid row at its cache slot; padding rows land in the trash page with an in-range index.
+    """Writes each valid row at its cache slot; padding rows are not written.
 
-    A negative index would wrap even under mode="drop", so padding is redirected instead of dropped.
+    No two valid rows may have one place (`pallas_kernels.pages.write`): a request's rows have slots of their own, and
+    a page that is written has one owner.
     """
     page, offset = places(layout, pool.shape[1])
     heads = keys.shape[1]
     rows = jnp.stack([keys, values], axis=2).reshape(keys.shape[0], -1, keys.shape[-1])
-    rows = heads_apart(rows.astype(pool.dtype), heads)
-    return heads_apart(pool.at[page, offset].set(rows, mode="promise_in_bounds"), heads)
+    return heads_apart(write(pool, page, offset, heads_apart(rows.astype(pool.dtype), heads)), heads)
 
 
 def places(layout: RaggedLayout, page_size: int) -> tuple[Int[Array, "M"], Int[Array, "M"]]:

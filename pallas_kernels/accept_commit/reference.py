@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.accept_commit.rows import EMPTY_MASS, CommitRows, cut, places, prefix, stands, tested
+from pallas_kernels.pages import write
 
 Pools = Sequence[Float[Array, "pages page combined D"]]
 
@@ -68,9 +69,7 @@ def inverse_cdf(weights: Float[Array, "R V"], u: Float[Array, "R"]) -> Int[Array
 def commit(
     pools: Pools, rows: CommitRows, accepted: Int[Array, "R"], values: Sequence[Float[Array, "M combined D"]]
 ) -> list[Array]:
-    """Writes the anchor's and the accepted rows of `values` to every layer's pool; all others go to the trash page."""
+    """Writes the anchor's and the accepted rows of `values` to every layer's pool; no other row is
+    written."""
     page, offset = places(rows, accepted, values[0].shape[0], pools[0].shape[1])
-    return [
-        pool.at[page, offset].set(value.astype(pool.dtype), mode="promise_in_bounds")
-        for pool, value in zip(pools, values, strict=True)
-    ]
+    return [write(pool, page, offset, value) for pool, value in zip(pools, values, strict=True)]

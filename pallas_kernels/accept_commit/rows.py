@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.pages import TRASH_PAGE
+
 MODES = ("greedy", "ratio")
-TRASH_PAGE = 0
 EMPTY_MASS = 1e-8  # a residual lighter than this is rounding: p == q
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.context_kv.rows import ContextRows, LayerWeights
+from pallas_kernels.pages import write
 
 
 def context_kv(
@@ -35,8 +36,8 @@ def context_kv(
         if layer.k_norm is not None:
             keys = rms_norm(keys, layer.k_norm, eps)
         keys = rotate(keys, cos, sin)
-        both = jnp.stack([keys, values], axis=2).reshape(features.shape[0], -1, shape[2]).astype(pool.dtype)
-        written.append(pool.at[page, offset].set(both, mode="promise_in_bounds"))
+        both = jnp.stack([keys, values], axis=2).reshape(features.shape[0], -1, shape[2])
+        written.append(write(pool, page, offset, both))
     return written
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-TRASH_PAGE = 0
+from pallas_kernels.pages import TRASH_PAGE
 
 
 @jax.tree_util.register_dataclass
@@ -24,7 +24,8 @@ class LayerWeights:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ContextRows:
-    """Where M rows go: row i to slot slots[i] of its request's pages; rows that are not `valid` are padding."""
+    """Where M rows go: row i to slot slots[i] of its request's pages; rows that are not `valid` are padding.
+    No two valid rows have one place."""
 
     valid: Bool[Array, "M"]
     requests: Int[Array, "M"]

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.pages import write
+
 
 def rotate_write(
     heads: Float[Array, "M all D"],
@@ -20,7 +22,7 @@ def rotate_write(
     """(q, k, v, pool). `heads` are the query heads, then K's, then V's, as one product gave them; q and k are divided
     by their root mean square (float32) and scaled by their rows of `norm`, where there is one, then rotated (halves,
     float32). K goes to the even and V to the odd combined heads of row `offset` of `page`; page 0 is trash, and holds
-    anything."""
+    anything. No two rows of other pages have one place."""
     rotated = heads.shape[1] - pool.shape[2] // 2
     x, v = heads[:, :rotated], heads[:, rotated:]
     if norm is not None:
@@ -31,5 +33,5 @@ def rotate_write(
     cos, sin = cos[:, None], sin[:, None]
     x = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(heads.dtype)
     q, k = x[:, : rotated - v.shape[1]], x[:, rotated - v.shape[1] :]
-    rows = jnp.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[-1]).astype(pool.dtype)
-    return q, k, v, pool.at[page, offset].set(rows, mode="promise_in_bounds")
+    rows = jnp.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[-1])
+    return q, k, v, write(pool, page, offset, rows)

@@ -7,6 +7,7 @@ from tests.helpers.mutation import Mutant
 _ROPE = ("tests/models/test_rope.py",)
 _DECODER = ("tests/models/test_decoder.py",)
 _PAGED = ("tests/models/test_paged_cache.py",)
+_APART = ("tests/models/test_paged_cache.py::test_no_row_of_a_write_waits_for_another_one[0]",)
 _KERNEL = ("tests/kernels/test_anchor_attention.py",)
 _SAME = ("tests/drafters/test_train_equals_serve.py",)
 _LEAKS = ("tests/drafters/test_leaks.py",)
@@ -86,6 +87,38 @@ MODELS = [
         "page = table",
         _PAGED,
         "padding rows write into a live page",
+    ),
+    Mutant(
+        "models-padding-meets",
+        "pallas_kernels/pages.py",
+        "jnp.arange(page.shape[0], dtype=page.dtype)",
+        "jnp.zeros_like(page)",
+        _APART,
+        "padding rows of one index wait for one another",
+    ),
+    Mutant(
+        "models-write-without-a-promise",
+        "pallas_kernels/pages.py",
+        ", unique_indices=True)",
+        ")",
+        _APART,
+        "a 16-bit scatter that may meet itself is a loop on a GPU",
+    ),
+    Mutant(
+        "models-padding-in-the-trash-page",
+        "pallas_kernels/pages.py",
+        "kept = jnp.where(page == TRASH_PAGE, behind, page)",
+        "kept = page",
+        _APART,
+        "padding rows of one place wait for one another",
+    ),
+    Mutant(
+        "ngram-padding-meets",
+        "jaxspec/drafters/ngram.py",
+        "state.shape[1] + jnp.arange(layout.valid.shape[0])",
+        "state.shape[1]",
+        ("tests/drafters/test_ngram.py::test_no_row_of_a_commit_waits_for_another_one",),
+        "padding rows of one index wait for one another",
     ),
     Mutant(
         "models-unwritten-rows",

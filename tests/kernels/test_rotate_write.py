@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels.rotate_write import api
 from tests.helpers.kernels import assert_close, interpreted
+from tests.helpers.scatters import assert_apart, scatters
 
 M, QUERIES, KV, PAGE, PAGES, EPS = 5, 4, 2, 4, 6, 1e-6
 NOWHERE = 2  # a padding row
@@ -59,6 +60,11 @@ def test_rows_are_those_of_a_loop(name, dim, dtype, normed):
         assert got.dtype == jnp.dtype(dtype)
         assert_close(got[real], wanted[real])
     assert_close(found[3][1:], expected[3][1:])  # whatever is in the trash page
+
+
+def test_no_row_of_the_plain_form_waits_for_another_one():
+    x = draw(16, "bfloat16", True)
+    assert_apart(scatters(lambda x: api.rotate_write(**x, eps=EPS), x))
 
 
 def test_what_does_not_fit_is_named():

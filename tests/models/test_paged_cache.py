@@ -12,6 +12,7 @@ from jaxspec.models.cache import TRASH_PAGE, gather, init_pool, write_rows
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layout import RaggedLayout, keep_rows, uniform_layout
+from tests.helpers.scatters import assert_apart, scatters
 from tests.models.numpy_decoder import random_weights
 
 PAGE, KV, DIM = 4, 2, 6
@@ -82,6 +83,15 @@ def test_B62_a_layout_of_padding_alone_changes_no_page_but_trash():
     before = numbered_pool(4)
     after = write_rows(before, *new_rows(5), layout)
     np.testing.assert_array_equal(after[1:], before[1:])
+
+
+@pytest.mark.parametrize("bad", [0, -1, 2])
+def test_no_row_of_a_write_waits_for_another_one(bad):
+    """Thousands of padding rows of one index made a round 20 times as long on a GPU."""
+    layout = ragged([1, 6, 3], [2, 2, 0], shuffled_table(3, 2), 9, bad)
+    before = numbered_pool(8).astype(jnp.bfloat16)
+    assert_apart(scatters(write_rows, before, *new_rows(9), layout))
+    np.testing.assert_array_equal(write_rows(before, *new_rows(9), layout)[TRASH_PAGE], before[TRASH_PAGE])
 
 
 def test_B62_keep_rows_commits_the_first_rows_of_each_segment_only():

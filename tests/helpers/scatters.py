@@ -1,0 +1,32 @@
+"""The scatters of a function: what they promise, and where each row goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+
+def scatters(call: Callable[..., Any], *arguments: Any) -> list[tuple[bool, np.ndarray]]:
+    """Of each one that stands outside loops and calls: whether its indices are promised to differ, and they [M, n]."""
+    closed, found = jax.make_jaxpr(call)(*arguments), []
+    for eqn in closed.eqns:
+        if eqn.primitive.name == "scatter":
+            asked = closed.jaxpr.replace(
+                outvars=[eqn.invars[1]], debug_info=closed.jaxpr.debug_info.with_unknown_names()
+            )
+            (indices,) = jaxpr_as_fun(ClosedJaxpr(asked, closed.consts))(*jax.tree.leaves(arguments))
+            found.append((eqn.params["unique_indices"], np.asarray(indices)))
+    return found
+
+
+def assert_apart(found: list[tuple[bool, np.ndarray]]) -> None:
+    """Every scatter is a plain store, in which no row waits for another one."""
+    assert found
+    for promised, indices in found:
+        assert promised
+        assert len(np.unique(indices, axis=0)) == len(indices)
+        assert indices.min() >= 0
