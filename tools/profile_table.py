@@ -13,8 +13,9 @@ import jax
 TOP = 24
 
 
-def profile(step: Callable[[], Any], steps: int) -> dict[str, Any]:
+def profile(step: Callable[[], Any], steps: int, label: Callable[[Any], str] | None = None) -> dict[str, Any]:
     """Of `steps` calls of `step`, per call: milliseconds that the device was busy, its kernels, the host's regions.
+    `label` names a kernel's event; None takes the event's own name.
 
     While it is profiled every launch takes longer, so the gaps between kernels say nothing; the kernels' own times do.
     """
@@ -30,17 +31,20 @@ def profile(step: Callable[[], Any], steps: int) -> dict[str, Any]:
         lines = [line for plane in planes if plane.name.startswith("/device:GPU") for line in plane.lines]
         host = [line for plane in planes if plane.name == "/host:CPU" for line in plane.lines]
         kernels = [event for line in lines for event in line.events]
-        report = {"kernels": _table(kernels, steps), "host": _table((e for line in host for e in line.events), steps)}
+        report = {
+            "kernels": _table(kernels, steps, label),
+            "host": _table((e for line in host for e in line.events), steps),
+        }
         spans = sorted((event.start_ns, event.start_ns + event.duration_ns) for event in kernels)
     return {"busy_ms": _union(spans) / steps / 1e6, "launches": len(spans) / steps, **report}
 
 
-def _table(events: Iterable[Any], steps: int) -> list[dict[str, Any]]:
+def _table(events: Iterable[Any], steps: int, label: Callable[[Any], str] | None = None) -> list[dict[str, Any]]:
     """The names with most time: calls and microseconds a step."""
     count: collections.Counter[str] = collections.Counter()
     total: collections.Counter[str] = collections.Counter()
     for event in events:
-        name = event.name.split("#")[0][:80]
+        name = event.name.split("#")[0][:80] if label is None else label(event)
         count[name] += 1
         total[name] += int(event.duration_ns)
     return [
