@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from tools import bench_training
-from tools.bench_training import Kept, Setup, Sizes, compare, kinds
+from tools.bench_training import Kept, Setup, Sizes, compare
+from tools.profile_table import kinds
 from tools.training_cost import PEERS, needed_flops
 
 TINY = ["--shape", "tiny", "--length", "24", "--anchors", "3", "--layers", "1", "--repeats", "1", "--profile", "0"]
@@ -44,8 +45,8 @@ def test_every_part_runs_and_a_wrong_gradient_fails_the_bench(
     assert (part["anchors"], part["supervised_tokens"]) == (3, 24) and 0 < part["supervised_rows"] <= 3 * 15
     errors = part["check"]["gradient_errors"]
     assert code == 1 and not part["check"]["holds"]
-    assert errors.pop("fc.weight") == pytest.approx(0.05, abs=0.02) and max(errors.values()) < 0.05
-    assert part["check"]["loss_error"] < 1e-2
+    assert errors.pop("fc.weight") == pytest.approx(0.05, abs=0.01) and max(errors.values()) < 0.02
+    assert part["check"]["loss_error"] < 1e-3
     assert "FAILED: expected at most 0.02" in capsys.readouterr().out
 
 

@@ -6,8 +6,9 @@ The program is the one `train.py` runs from stored features (`compile_step`, its
 the device's attention kernel, float32 masters, donated state) on one sequence whose tokens are all supervised.
 `forward + backward` is that program without its update, `forward + loss` without its gradient; optimizer and backward
 are the differences. The gradients that are checked are those of the timed program's own first step, read out of Adam's
-first moment; the reference is float32 throughout, without kernel, chunks and rematerialisation. References run behind
-all timing. A part that is there already in FILE is replaced, the others stay.
+first moment. The reference has no kernel, no chunks and no rematerialisation; `--reference float32` adds one that
+rounds nothing either, and says how far both bfloat16 paths are from it. References run behind all timing. A part that
+is there already in FILE is replaced, the others stay.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import gc
 import json
 import os
 import platform
-import re
 import statistics
 import sys
 import time
@@ -48,7 +48,7 @@ from jaxspec.training.state import Placement, abstract, create
 from jaxspec.training.step import Frozen, StepSpec, attention_over, compile_step, forward_backward
 from pallas_kernels.bench import commit
 from tools.bench_round import SHAPES, random_weights
-from tools.profile_table import profile
+from tools.profile_table import kinds, operations, profile
 from tools.training_cost import PEAK_FLOPS, PEERS, needed_flops
 
 METHODS = tuple(PEERS)
@@ -58,9 +58,6 @@ FASTER, GOAL = 1.3, 2.0  # times the best peer's tokens/s
 SLACK = 1.02  # of the online step over the sum of its parts: what two runs differ by
 GIB = 2**30
 _STEPS = 1000  # of the schedule; the program is the same for any number
-_GEMM = re.compile(r"gemm|nvjet|cutlass|xmma|cublas|_dot|dot_", re.I)
-_ATTENTION = re.compile(r"mosaic|forward_kernel|dq_kernel|dkv_kernel", re.I)
-_COPY = re.compile(r"memcpy|memset|copy|transpose", re.I)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,12 +77,12 @@ class Sizes:
 
 
 class Setup:
-    """A method's step and what it takes, as `train.py` puts them together. `plain` is the reference path; `online` runs
-    the target inside the step."""
+    """A method's step and what it takes, as `train.py` puts them together. `plain` is the reference path, in that
+    dtype; `online` runs the target inside the step."""
 
-    def __init__(self, method: str, sizes: Sizes, plain: bool = False, online: bool = False):
+    def __init__(self, method: str, sizes: Sizes, plain: str | None = None, online: bool = False):
         self.method, self.sizes, self.online = method, sizes, online
-        drafter: dict[str, Any] = {"method": method, "dtype": "float32" if plain else "bfloat16"}
+        drafter: dict[str, Any] = {"method": method, "dtype": plain or "bfloat16"}
         if method == "eagle3":
             drafter["draft_vocab_size"] = sizes.draft_vocab
         else:
@@ -118,6 +115,7 @@ class Setup:
             total_steps=_STEPS,
             dtype=jnp.dtype(config.drafter.dtype),
         )
+        self.exact = plain == "float32"
         self.placement = Placement.of()
         hidden = sizes.target.hidden_size
         stored = Layout(len(made.taps) * hidden, hidden if made.needs_teacher else 0, "bfloat16")
@@ -218,34 +216,6 @@ def allocated_gib() -> float | None:
     """The allocator's peak since the process began; None where the device keeps none."""
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     return None if peak is None else peak / GIB
-
-
-def operations(program: Any) -> Callable[[Any], str]:
-    """Of a kernel's event: its name, and what the compiled program says of the operation behind it."""
-    known = {}
-    for line in program.as_text().splitlines():
-        if found := re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = (\S+)", line):
-            path = re.search(r'op_name="([^"]*)"', line)
-            known[found[1]] = f"{found[2].split('{')[0][:40]} {path[1][-70:] if path else ''}"
-
-    @functools.cache
-    def label(name: str, operation: str) -> str:
-        name = name.split("#")[0][:60]
-        return f"{name} | {operation} {known[operation]}" if operation in known else name
-
-    return lambda event: label(event.name, str(dict(event.stats).get("hlo_op", "")))
-
-
-def kinds(kernels: Sequence[dict[str, Any]], vocab: int) -> dict[str, float]:
-    """Milliseconds of the listed kernels by kind."""
-    total: dict[str, float] = {}
-    for kernel in kernels:
-        name, _, operation = kernel["name"].partition(" | ")
-        kind = "attention" if _ATTENTION.search(name) else "products" if _GEMM.search(name) else "elementwise"
-        kind = "copies" if kind == "elementwise" and _COPY.search(name) else kind
-        kind += " over the vocabulary" if re.search(rf"\b{vocab}\b", operation) else ""
-        total[kind] = total.get(kind, 0.0) + kernel["us"] / 1e3
-    return total
 
 
 @dataclasses.dataclass
@@ -358,13 +328,25 @@ def compare(kept: Kept, loss: float, grads: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def reference(setup: Setup, kept: Kept) -> dict[str, Any]:
-    """The check of a method. `setup` is the plain one."""
+def reference(setup: Setup) -> Kept:
+    """Loss and gradients of a plain setup."""
     inputs = setup.state(), setup.frozen(), setup.batch()
-    with jax.default_matmul_precision("highest"):
+    with attention_over(setup.attention), jax.default_matmul_precision("highest" if setup.exact else "default"):
         program = setup.compile("forward_backward", inputs)  # here, since another thread has a precision of its own
     loss, grads = jax.device_get(program(*inputs))
-    return compare(kept, float(loss), grads)
+    return Kept(float(loss), grads)
+
+
+def checks(method: str, sizes: Sizes, kept: Kept, exact: bool) -> dict[str, Any]:
+    """The timed program against the reference; with `exact` both against one in float32."""
+    plain = reference(Setup(method, sizes, "bfloat16"))
+    found = {"check": compare(kept, plain.loss, plain.grads)}
+    if exact:
+        gc.collect()
+        wide = reference(Setup(method, sizes, "float32"))
+        found["float32"] = compare(kept, wide.loss, wide.grads)
+        found["reference_float32"] = compare(plain, wide.loss, wide.grads)
+    return found
 
 
 def online(method: str, sizes: Sizes, arguments: argparse.Namespace, stored_ms: float | None) -> dict[str, Any]:
@@ -456,7 +438,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--method", choices=METHODS, nargs="*", default=["eagle3", "dspark", "dflash"])
     parser.add_argument("--online", choices=METHODS, nargs="*", default=[], help="methods whose online step is timed")
-    parser.add_argument("--no-reference", action="store_true", help="leave the gradient checks out")
+    parser.add_argument(
+        "--reference", choices=("none", "bfloat16", "float32"), default="bfloat16", help="none leaves the checks out"
+    )
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-4b")
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--anchors", type=int, default=512)
@@ -489,18 +473,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         record.keep(f"{method} online", about | part)
         say(f"{method} online", part)
         gc.collect()
-    for method in () if arguments.no_reference else kept:
-        setup = Setup(method, sizes, plain=True)
-        with attention_over(setup.attention):
-            check = reference(setup, kept[method])
-        record.keep(method, record.parts[method] | {"check": check})
-        failed |= not check["holds"]
-        ((leaf, error),) = check["worst"].items()
-        print(
-            f"{method}: loss {check['loss']:.5f}, reference {check['reference_loss']:.5f}; worst gradient {leaf} "
-            f"{error:.1e}{'' if check['holds'] else f', FAILED: expected at most {TOLERANCE:g}'}",
-            flush=True,
-        )
+    for method in () if arguments.reference == "none" else kept:
+        found = checks(method, sizes, kept[method], arguments.reference == "float32")
+        record.keep(method, record.parts[method] | found)
+        failed |= not found["check"]["holds"]
+        for name, check in found.items():
+            ((leaf, error),) = check["worst"].items()
+            lost = name == "check" and not check["holds"]
+            print(
+                f"{method}, {name}: loss {check['loss']:.5f}, expected {check['reference_loss']:.5f}; worst gradient "
+                f"{leaf} {error:.1e}{f', FAILED: expected at most {TOLERANCE:g}' if lost else ''}",
+                flush=True,
+            )
         gc.collect()
     return int(failed)
 
