@@ -73,10 +73,32 @@ def project(x: Float[Array, "*rows inputs"], weight: Float[Array, "outputs input
     return jax.lax.dot_general(x, weight.astype(x.dtype), (((x.ndim - 1,), (1,)), ((), ())))
 
 
+@jax.custom_vjp
+def _wide_product(x: Array, weight: Array) -> Array:
+    """x W^T of two operands of one dtype, in float32. Its gradient's products take the operands' dtype as well: left to
+    jax they would have one float32 operand, which is a narrow matrix unit's slow path and a wide copy of the head."""
+    return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _wide_product_fwd(x: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _wide_product(x, weight), (x, weight)
+
+
+def _wide_product_bwd(operands: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    x, weight = operands
+    gradient, rows = gradient.astype(x.dtype), tuple(range(x.ndim - 1))
+    return (
+        jax.lax.dot_general(gradient, weight, (((x.ndim - 1,), (0,)), ((), ()))),
+        jax.lax.dot_general(gradient, x, ((rows, rows), ((), ()))),
+    )
+
+
+_wide_product.defvjp(_wide_product_fwd, _wide_product_bwd)
+
+
 def unembed(hidden: Float[Array, "*rows hidden"], head: Float[Array, "vocab hidden"]) -> Float[Array, "*rows vocab"]:
     """Logits in float32: argmax and softmax of narrow logits tie where the wide ones do not."""
-    dims = (((hidden.ndim - 1,), (1,)), ((), ()))
-    return vocab_apart(jax.lax.dot_general(hidden, head.astype(hidden.dtype), dims, preferred_element_type=jnp.float32))
+    return vocab_apart(_wide_product(hidden, head.astype(hidden.dtype)))
 
 
 def embed(table: Float[Array, "vocab hidden"], tokens: Int[Array, "*rows"]) -> Float[Array, "*rows hidden"]:
