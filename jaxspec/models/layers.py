@@ -63,7 +63,29 @@ def rms_norm(x: Float[Array, "*rows size"], weight: Float[Array, "*w size"], eps
     """x over its root mean square, in float32; the weight, broadcast, in x's dtype."""
     wide = x.astype(jnp.float32)
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return normed.astype(x.dtype) * weight.astype(x.dtype)
+    return _scaled(normed.astype(x.dtype), weight.astype(x.dtype))
+
+
+@jax.custom_vjp
+def _scaled(x: Array, weight: Array) -> Array:
+    """x weight. Left to jax the weight's gradient, a sum over all rows, would be added up in x's dtype."""
+    return x * weight
+
+
+def _scaled_fwd(x: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
+    return x * weight, (x, weight)
+
+
+def _scaled_bwd(operands: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    x, weight = operands
+    products = gradient.astype(jnp.float32) * x.astype(jnp.float32)
+    shared = products.ndim - weight.ndim
+    repeated = [shared + axis for axis, size in enumerate(weight.shape) if size != products.shape[shared + axis]]
+    own = jnp.sum(products, axis=(*range(shared), *repeated)).reshape(weight.shape)
+    return gradient * weight, own.astype(weight.dtype)
+
+
+_scaled.defvjp(_scaled_fwd, _scaled_bwd)
 
 
 def project(x: Float[Array, "*rows inputs"], weight: Float[Array, "outputs inputs"]) -> Float[Array, "*rows outputs"]:
