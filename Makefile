@@ -4,7 +4,7 @@ PY := .venv/bin/python
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-312 demo test lint format check mutants conformance proto constraints clean
-.PHONY: bench-kernels bench-decode bench-serving
+.PHONY: bench-kernels bench-decode bench-serving bench-training
 
 help:  ## this list
 	@grep -hE '^[a-z0-9%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9%-]+):.*## /  make \1\t/' | expand -t 26
@@ -51,6 +51,9 @@ bench-decode: setup  ## rounds and their cost curve on this machine's GPU; write
 bench-serving: setup  ## trains two drafters, then the engine under load; writes results/h200/serving.json
 	@$(PY) tools/bench_drafters.py --out out/bench
 	@$(PY) tools/bench_serving.py --dflash out/bench/dflash --dspark out/bench/dspark --sts out/bench/sts.json
+
+bench-training: setup  ## the training step on this machine's GPU; writes results/h200/training.json
+	@$(PY) tools/bench_training.py --online dspark --json results/h200/training.json
 
 test-slow-%: setup  ## one long check; writes results/slow/%.json
 	@$(PY) tools/slow_results.py run $*

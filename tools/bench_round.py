@@ -62,6 +62,17 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
     "qwen3-0.6b": _QWEN3
     | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "smollm2-135m": {
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 8192,
+    },
     "tiny": _QWEN3
     | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 12, "num_attention_heads": 16}
     | {"vocab_size": 512, "head_dim": 16},
@@ -113,7 +124,7 @@ def ngram(target: ModelConfig, proposals: int) -> Loaded | None:
     return Loaded({}, drafter=NGram(target.vocab_size, proposals)) if proposals else None
 
 
-def round_cases(target: ModelConfig) -> list[Case]:
+def round_cases(target: ModelConfig, requests: int = 1) -> list[Case]:
     """Plain decoding, verification and whole rounds."""
     base = {"num_layers": 5, "mask_token_id": MASK}
     methods: dict[str, Any] = {
@@ -121,11 +132,13 @@ def round_cases(target: ModelConfig) -> list[Case]:
         "dspark b7": DSpark(fresh_config(target, block_size=7, **base), heads=MarkovConfig(rank=256)),
     }
     whole = [
-        Case(name, Loaded(random_weights(method.abstract_params(jnp.bfloat16)), drafter=method), 1, rows)
+        Case(
+            name, Loaded(random_weights(method.abstract_params(jnp.bfloat16)), None, method), requests, requests * rows
+        )
         for (name, method), rows in zip(methods.items(), (16, 8), strict=True)
     ]
-    verify = Case("verify 16 rows", ngram(target, 15), 1, 16)
-    return [Case("plain", None), verify, Case("plain, batch 8", None, 8, 8), *whole]
+    verify = Case("verify 16 rows", ngram(target, 15), requests, requests * 16)
+    return [Case("plain", None, requests, requests), verify, Case("plain, batch 8", None, 8, 8), *whole]
 
 
 def curve_cases(target: ModelConfig, known: list[Case]) -> list[Case]:
@@ -213,7 +226,11 @@ def run(shape: str, arguments: argparse.Namespace, report: dict[str, Any], save:
     """Every case of a shape. Programs are compiled several at a time, then the cases run one after the other; what is
     measured is saved, should a later one fail."""
     target = load_target(shape, not arguments.unpacked)
-    cases = [case for case in round_cases(target.model.config) if not arguments.only or case.name in arguments.only]
+    cases = [
+        case
+        for case in round_cases(target.model.config, arguments.requests)
+        if not arguments.only or case.name in arguments.only
+    ]
     cases += curve_cases(target.model.config, cases) if shape in arguments.curve else []
     bare = False if arguments.conditions else None
     started = time.perf_counter()
@@ -262,6 +279,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), nargs="+", default=["qwen3-4b"])
     parser.add_argument("--curve", choices=sorted(SHAPES), nargs="*", default=[])
     parser.add_argument("--only", nargs="*", default=[], help="names of rounds, as they are printed")
+    parser.add_argument("--requests", type=int, default=1, help="of each round that names no batch")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=60)
     parser.add_argument("--profile", type=int, default=4, help="rounds that are profiled; 0 for none")

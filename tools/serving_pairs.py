@@ -29,17 +29,6 @@ from tools.bench_round import SHAPES as PUBLIC
 
 BLOCK = 7  # proposals a round, of both methods
 SHAPES: dict[str, dict[str, Any]] = PUBLIC | {
-    "smollm2-135m": {
-        "model_type": "llama",
-        "vocab_size": 49152,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 8192,
-    },
     "smallest": {
         "model_type": "qwen3",
         "vocab_size": 64,

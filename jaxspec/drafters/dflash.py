@@ -161,10 +161,23 @@ class DFlash(BlockDrafter):
         """Terms "ce" and "tv" over one weight, and metrics; sums over all blocks of the batch."""
         labels, mask = (x[:, :, 1:] for x in self.labels(batch))
         hidden = self.training_hidden(params, shared, batch)[:, :, 1:]
-        chunk = self.objective_config.chunk_blocks
-        tokens = losses.in_chunks(lambda h, y: self.token_terms(shared, h, y), chunk, hidden, labels)
+        tokens = self._chunked_terms(shared, hidden, labels)
         weights = mask * self.weights(tokens["nll"], mask, batch.epochs)
         return self.terms(tokens["nll"], tokens["correct"], mask, weights)
+
+    def _chunked_terms(
+        self, shared: Shared, hidden: Float[Array, "B N b H"], labels: Int[Array, "B N b"]
+    ) -> dict[str, Array]:
+        """`token_terms` of all blocks. The likelihood is all that is differentiated, so its gradient comes with it."""
+
+        def one(rows: Array, labels: Array, shared: Shared) -> tuple[Array, Array]:
+            tokens = self.token_terms(shared, rows, labels)
+            return tokens["nll"], tokens["correct"]
+
+        chunk = self.objective_config.chunk_blocks
+        run = one if chunk <= 0 else lambda *xs: losses.with_row_gradients(one, *xs)
+        nll, correct = losses.in_chunks(lambda h, y: run(h, y, shared), chunk, hidden, labels, again=False)
+        return {"nll": nll, "correct": correct}
 
     def terms(
         self,

@@ -282,24 +282,57 @@ class Eagle3(RecurrentDrafter):
         return jax.lax.stop_gradient({"hidden": hidden, "best": best, "normaliser": normaliser, "mask": mask})
 
     def token_terms(
-        self, params: ly.Params, shared: Shared, reduced_head: Float[Array, "Vd H"], ids: Int[Array, "Vd"],
-        states: Float[Array, "C H"], hidden: Float[Array, "C H"], best: Int[Array, "C"], normaliser: Float[Array, "C"],
+        self, params: ly.Params, shared: Shared, ids: Int[Array, "Vd"], states: Float[Array, "B C H"],
+        teacher: Float[Array, "B C Vd"], share: Float[Array, "B C"], best: Int[Array, "B C"],
     ) -> dict[str, Array]:  # fmt: skip
-        """Per-row terms of a slice; the only place where [., Vd] arrays exist.
+        """Per-row terms of a slice at one step.
 
-        The teacher of the cross-entropy is the softmax over the draft vocabulary alone; the overlap takes the target's
-        own probabilities of those tokens, which need not add up to 1.
+        `teacher` is the target's softmax over the draft vocabulary alone, that of the cross-entropy; `share` is what
+        its own softmax gives these tokens together, since the overlap takes its own probabilities.
         """
         logits = self.draft_logits(params, shared, states)
         log_q = jax.nn.log_softmax(logits, axis=-1)
-        teacher = jax.lax.stop_gradient(ly.unembed(hidden, reduced_head))
-        overlap = jnp.sum(jnp.minimum(jnp.exp(teacher - normaliser[..., None]), jnp.exp(log_q)), axis=-1)
+        overlap = jnp.sum(jnp.minimum(teacher * share[..., None], jnp.exp(log_q)), axis=-1)
         return {
-            "ce": -jnp.sum(jax.nn.softmax(teacher, axis=-1) * log_q, axis=-1),
+            "ce": -jnp.sum(teacher * log_q, axis=-1),
             "overlap": overlap,
             "log_overlap": jnp.where(overlap > 0, jnp.log(jnp.where(overlap > 0, overlap, 1.0)), 0.0),
             "correct": (ids[jnp.argmax(logits, axis=-1)] == best).astype(jnp.float32),
         }
+
+    def row_terms(
+        self, params: ly.Params, shared: Shared, ids: Int[Array, "Vd"], states: Float[Array, "n B S H"],
+        teacher: dict[str, Array],
+    ) -> dict[str, Array]:  # fmt: skip
+        """`token_terms` of every step [n, B, S], in slices of rows with rematerialisation: the only place where
+        [., Vd] arrays exist. Step i compares row t with the teacher's row t + i + 1, so that a slice's steps share the
+        teacher's rows but for their ends, and its logits are made once for all of them."""
+        steps, batch, length, _ = states.shape
+        each = losses.slice_width(self.objective_config.chunk_rows, batch, length)
+        pieces = -(-length // each)
+        again: Any = jax.checkpoint if pieces > 1 else lambda function: function
+        reduced_head = shared.head[ids] if self.maps else shared.head
+        index = np.arange(pieces)[:, None] * each + 1 + np.arange(each + steps - 1)
+        index = np.minimum(index, length + steps - 1)  # behind the last row of the last slice nothing is read
+        windows = {name: jnp.moveaxis(teacher[name][:, index], 1, 0) for name in ("hidden", "normaliser", "best")}
+        padded = jnp.pad(states, ((0, 0), (0, 0), (0, pieces * each - length), (0, 0)))
+        slices = jnp.moveaxis(padded.reshape(steps, batch, pieces, each, -1), 2, 0)
+
+        def one(states: Array, window: dict[str, Array]) -> dict[str, Array]:
+            logits = ly.unembed(window["hidden"], reduced_head)
+            known = jax.nn.logsumexp(logits, axis=-1)
+            given = jnp.exp(logits - known[..., None]), jnp.exp(known - window["normaliser"]), window["best"]
+            given = jax.lax.stop_gradient(given)
+
+            def step(step_index: Array, states: Array) -> dict[str, Array]:
+                cut = [jax.lax.dynamic_slice_in_dim(x, step_index, each, axis=1) for x in given]
+                return self.token_terms(params, shared, ids, states, *cut)
+
+            return jax.lax.map(lambda xs: again(step)(*xs), (jnp.arange(steps), states))
+
+        found = jax.lax.map(lambda xs: again(one)(*xs), (slices, windows))
+        join = lambda x: jnp.moveaxis(x, 0, 2).reshape(steps, batch, pieces * each)[:, :, :length]  # noqa: E731
+        return jax.tree.map(join, found)
 
     def loss(self, params: ly.Params, shared: Shared, batch: Batch, key: Key[Array, ""]) -> Terms:
         """Terms "ce" (over all rows), "overlap" and "log_overlap" (over rows whose teacher argmax can be drafted), one
@@ -308,31 +341,21 @@ class Eagle3(RecurrentDrafter):
         states, teacher = self.training_states(params, shared, batch), self.teacher(params, shared, batch)
         ids = vocabulary.target_ids(params, self.config.draft_vocab)
         draftable = vocabulary.in_draft(params, ids, self.config.model.vocab_size)
-        reduced_head = shared.head[ids] if self.maps else shared.head
-
-        def one(index: Array, states: Array) -> dict[str, Array]:
-            cut = lambda x, by: jax.lax.dynamic_slice_in_dim(x, by, length, axis=1)  # noqa: E731
-            given = [cut(teacher[name], index + 1) for name in ("hidden", "best", "normaliser")]
-            terms = losses.in_chunks(
-                lambda *xs: self.token_terms(params, shared, reduced_head, ids, *xs),
-                self.objective_config.chunk_rows, states, *given,
-            )  # fmt: skip
-            rows = cut(teacher["mask"], index).astype(jnp.float32)
-            known = rows * draftable[given[1]]
-            sums = {name: losses.weighted_sum(terms[name], known) for name in ("ce", "overlap", "log_overlap")}
-            hits = losses.weighted_sum(terms["correct"], known)
-            return sums | {"correct": hits, "known": jnp.sum(known), "rows": jnp.sum(rows)}
-
-        sums = jax.lax.map(lambda xs: one(*xs), (jnp.arange(steps), states))
-        known, rows = sums["known"], sums["rows"]
+        terms = self.row_terms(params, shared, ids, states, teacher)
+        later = lambda name, by: jnp.stack([teacher[name][:, i + by : i + by + length] for i in range(steps)])  # noqa: E731
+        supervised = later("mask", 0).astype(jnp.float32)  # [n, B, S]
+        drafted = supervised * draftable[later("best", 1)]
+        total = lambda x: jnp.sum(x, axis=(1, 2))  # noqa: E731
+        weighed = lambda name: total(jnp.where(drafted > 0, terms[name] * drafted, 0.0))  # noqa: E731
+        known, rows, hits = total(drafted), total(supervised), weighed("correct")
         every = jnp.where(jnp.sum(rows) > 0, float(batch.input_ids.size), 0.0) * jnp.ones(steps)
         return {
-            "ce": (sums["ce"], every),
-            "overlap": (sums["overlap"], known),
-            "log_overlap": (sums["log_overlap"], known),
-            "metric/accuracy": (jnp.sum(sums["correct"]), jnp.sum(rows)),
-            "metric/accuracy_step": (sums["correct"], rows),
-            "metric/accept_step": (sums["overlap"], known),
+            "ce": (weighed("ce"), every),
+            "overlap": (weighed("overlap"), known),
+            "log_overlap": (weighed("log_overlap"), known),
+            "metric/accuracy": (jnp.sum(hits), jnp.sum(rows)),
+            "metric/accuracy_step": (hits, rows),
+            "metric/accept_step": (weighed("overlap"), known),
         }
 
     def step_losses(self, terms: Terms) -> Float[Array, "n"]:

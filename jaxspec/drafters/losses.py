@@ -28,7 +28,9 @@ def position_decay(count: int, gamma: float | None) -> Float[Array, "count"]:
 def negative_log_likelihood(logits: Float[Array, "*t V"], labels: Int[Array, "*t"]) -> Float[Array, "*t"]:
     """-log softmax(logits)[label] in float32."""
     logits = logits.astype(jnp.float32)
-    chosen = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+    # a sum instead of a lookup: its gradient joins the softmax's, a lookup's is scattered into an array of its own
+    index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    chosen = jnp.sum(jnp.where(index == labels[..., None], logits, 0.0), axis=-1)
     return jax.nn.logsumexp(logits, axis=-1) - chosen
 
 
@@ -82,16 +84,45 @@ def greedy_acceptance(
     }
 
 
-def in_chunks(per_token: Callable[..., Any], chunk: int, *blocks: Float[Array, "B N ..."]) -> Any:
+def with_row_gradients(
+    per_token: Callable[..., tuple[Array, Any]], hidden: Float[Array, "*t H"], *rest: Any
+) -> tuple[Float[Array, "*t"], Any]:
+    """`per_token(hidden, *rest)` = (a value of each row of `hidden` that depends on no other row, what is never
+    differentiated). Where a gradient is asked for, that of every value by its row is computed beside the value, from
+    the same logits; all that is kept of them are rows as wide as `hidden`. `rest` gets no gradient.
+    """
+
+    @jax.custom_vjp
+    def run(hidden: Array, *rest: Any) -> tuple[Array, Any]:
+        return per_token(hidden, *rest)
+
+    def forward(hidden: Array, *rest: Any) -> tuple[tuple[Array, Any], Array]:
+        values, pull, others = jax.vjp(lambda rows: per_token(rows, *rest), hidden, has_aux=True)
+        return (values, others), pull(jnp.ones_like(values))[0]
+
+    def backward(slopes: Array, gradients: tuple[Array, Any]) -> tuple[Any, ...]:
+        own = gradients[0][..., None] * slopes.astype(jnp.float32)
+        return own.astype(slopes.dtype), *[None for _ in rest]
+
+    run.defvjp(forward, backward)
+    return run(hidden, *rest)
+
+
+def slice_width(chunk: int, batch: int, count: int) -> int:
+    """Blocks (or rows) of each of `batch` sequences in a slice of about `chunk` of one device's; chunk <= 0: all."""
+    return count if chunk <= 0 else max(1, min(count, chunk * batch_shards() // batch))
+
+
+def in_chunks(per_token: Callable[..., Any], chunk: int, *blocks: Float[Array, "B N ..."], again: bool = True) -> Any:
     """Applies `per_token` to slices of about `chunk` blocks with rematerialisation, so that no [B x N x block x V]
-    array exists. A slice takes as many blocks of every sequence, so that devices which share the batch share each
-    slice; `chunk` counts those of one device.
+    array exists; without (`again` False) where it keeps none itself. A slice takes as many blocks of every sequence, so
+    that devices which share the batch share each slice; `chunk` counts those of one device.
 
     Every argument has leading axes [B, N]; so has every output. chunk <= 0 takes them all at once. The result does not
     depend on the chunk.
     """
     batch, count = blocks[0].shape[:2]
-    each = count if chunk <= 0 else max(1, min(count, chunk * batch_shards() // batch))
+    each = slice_width(chunk, batch, count)
     rows = lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])  # noqa: E731
     whole = lambda x: x.reshape(batch, x.shape[0] // batch, *x.shape[1:])  # noqa: E731
     if each >= count:
@@ -102,7 +133,8 @@ def in_chunks(per_token: Callable[..., Any], chunk: int, *blocks: Float[Array, "
         x = jnp.pad(x, [(0, 0), (0, pieces * each - count)] + [(0, 0)] * (x.ndim - 2))
         return jnp.moveaxis(x.reshape(batch, pieces, each, *x.shape[2:]), 1, 0)
 
-    one = jax.checkpoint(lambda xs: jax.tree.map(whole, per_token(*map(rows, xs))))
+    one = lambda xs: jax.tree.map(whole, per_token(*map(rows, xs)))  # noqa: E731
+    one = jax.checkpoint(one) if again else one
     out = jax.lax.map(one, tuple(map(split, blocks)))
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, pieces * each, *x.shape[3:])[:, :count], out)
 

@@ -63,7 +63,29 @@ def rms_norm(x: Float[Array, "*rows size"], weight: Float[Array, "*w size"], eps
     """x over its root mean square, in float32; the weight, broadcast, in x's dtype."""
     wide = x.astype(jnp.float32)
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return normed.astype(x.dtype) * weight.astype(x.dtype)
+    return _scaled(normed.astype(x.dtype), weight.astype(x.dtype))
+
+
+@jax.custom_vjp
+def _scaled(x: Array, weight: Array) -> Array:
+    """x weight. Left to jax the weight's gradient, a sum over all rows, would be added up in x's dtype."""
+    return x * weight
+
+
+def _scaled_fwd(x: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
+    return x * weight, (x, weight)
+
+
+def _scaled_bwd(operands: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    x, weight = operands
+    products = gradient.astype(jnp.float32) * x.astype(jnp.float32)
+    shared = products.ndim - weight.ndim
+    repeated = [shared + axis for axis, size in enumerate(weight.shape) if size != products.shape[shared + axis]]
+    own = jnp.sum(products, axis=(*range(shared), *repeated)).reshape(weight.shape)
+    return gradient * weight, own.astype(weight.dtype)
+
+
+_scaled.defvjp(_scaled_fwd, _scaled_bwd)
 
 
 def project(x: Float[Array, "*rows inputs"], weight: Float[Array, "outputs inputs"]) -> Float[Array, "*rows outputs"]:
@@ -73,10 +95,32 @@ def project(x: Float[Array, "*rows inputs"], weight: Float[Array, "outputs input
     return jax.lax.dot_general(x, weight.astype(x.dtype), (((x.ndim - 1,), (1,)), ((), ())))
 
 
+@jax.custom_vjp
+def _wide_product(x: Array, weight: Array) -> Array:
+    """x W^T of two operands of one dtype, in float32. Its gradient's products take the operands' dtype as well: left to
+    jax they would have one float32 operand, which is a narrow matrix unit's slow path and a wide copy of the head."""
+    return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _wide_product_fwd(x: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _wide_product(x, weight), (x, weight)
+
+
+def _wide_product_bwd(operands: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    x, weight = operands
+    gradient, rows = gradient.astype(x.dtype), tuple(range(x.ndim - 1))
+    return (
+        jax.lax.dot_general(gradient, weight, (((x.ndim - 1,), (0,)), ((), ()))),
+        jax.lax.dot_general(gradient, x, ((rows, rows), ((), ()))),
+    )
+
+
+_wide_product.defvjp(_wide_product_fwd, _wide_product_bwd)
+
+
 def unembed(hidden: Float[Array, "*rows hidden"], head: Float[Array, "vocab hidden"]) -> Float[Array, "*rows vocab"]:
     """Logits in float32: argmax and softmax of narrow logits tie where the wide ones do not."""
-    dims = (((hidden.ndim - 1,), (1,)), ((), ()))
-    return vocab_apart(jax.lax.dot_general(hidden, head.astype(hidden.dtype), dims, preferred_element_type=jnp.float32))
+    return vocab_apart(_wide_product(hidden, head.astype(hidden.dtype)))
 
 
 def embed(table: Float[Array, "vocab hidden"], tokens: Int[Array, "*rows"]) -> Float[Array, "*rows hidden"]:

@@ -35,7 +35,16 @@ from jaxspec.training.features import step_features
 from jaxspec.training.state import Placement, TrainState, abstract
 from pallas_kernels.anchor_attention.api import use_implementation
 
-__all__ = ["Frozen", "StepSpec", "attention_over", "compile_step", "gradients", "split_terms", "train_step"]
+__all__ = [
+    "Frozen",
+    "StepSpec",
+    "attention_over",
+    "compile_step",
+    "forward_backward",
+    "gradients",
+    "split_terms",
+    "train_step",
+]
 
 METRIC_PREFIX = "metric/"
 _ANCHORS, _LOSS = 0, 1  # purposes folded into the run's key
@@ -150,6 +159,16 @@ def _each(function: Callable[[Any], Any], batch: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf[None], function(jax.tree.map(lambda leaf: leaf[0], batch)))
 
 
+def forward_backward(
+    spec: StepSpec, state: TrainState, frozen: Frozen, batch: dict[str, jax.Array]
+) -> tuple[Batch, jax.Array, Terms, Any]:
+    """A step without its update: the micro-batches with their anchors [A, B, ...], loss, terms and gradients."""
+    batches = _each(lambda micro: _prepare(spec, frozen, state.key, state.step, micro), batch)
+    steps_key = jax.random.fold_in(jax.random.fold_in(state.key, _LOSS), state.step)
+    keys = jax.random.split(steps_key, batch["input_ids"].shape[0])
+    return batches, *gradients(spec.drafter, state.params, frozen.shared, batches, keys, spec.dtype)
+
+
 def train_step(
     spec: StepSpec, state: TrainState, frozen: Frozen, batch: dict[str, jax.Array]
 ) -> tuple[TrainState, dict[str, Any]]:
@@ -159,11 +178,7 @@ def train_step(
     one whose gradient is not finite. Both are counted in the state. The step counter always moves: data and schedule
     go on.
     """
-    batches = _each(lambda micro: _prepare(spec, frozen, state.key, state.step, micro), batch)
-    steps_key = jax.random.fold_in(jax.random.fold_in(state.key, _LOSS), state.step)
-    keys = jax.random.split(steps_key, batch["input_ids"].shape[0])
-    loss, terms, grads = gradients(spec.drafter, state.params, frozen.shared, batches, keys, spec.dtype)
-
+    batches, loss, terms, grads = forward_backward(spec, state, frozen, batch)
     weights = [jnp.sum(weight) for _, weight in split_terms(terms)[0].values()]
     supervised = sum(weights, jnp.zeros(())) > 0
     norm = optax.tree.norm(grads)

@@ -29,6 +29,7 @@ from jaxspec.models.layout import uniform_layout
 from tests.decoding.enumeration import Case, _branches, output_law, target_law
 from tests.decoding.test_enumeration import TOLERANCE, through_jaxspec
 from tests.drafters import eagle_pairs as pairs
+from tests.helpers.marks import REPEATS
 from tests.helpers.worlds import position_of, rows_of, slot_of, tiny_draft, tiny_target
 
 pytestmark = pytest.mark.ci
@@ -151,11 +152,11 @@ def any_draft(target: Any, method: str) -> Draft:
     return Draft(drafter, params)
 
 
-METHODS = ["dflash", "dspark", "dflash2", "dflare", "ddtree", "eagle", "eagle tree", "eagle3", "eagle3 tree",
-           "small model"]  # fmt: skip
+METHODS = ["dflash", "dflash2", "ddtree", "eagle3 tree", "small model"]
+KIN = ["dspark", "dflare", "eagle", "eagle tree", "eagle3"]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, *(pytest.param(method, marks=REPEATS) for method in KIN)])
 @pytest.mark.ci
 def test_B32_context_after_partial_acceptance_is_rebuilt_from_committed_features(target: Any, method: str) -> None:
     """A round whose proposals stand in part: the drafter's context K/V (and an EAGLE's state) equal those written by

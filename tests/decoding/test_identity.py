@@ -166,7 +166,7 @@ def test_B14_families_with_a_partly_right_and_a_garbage_draft(family: str) -> No
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("count", [1, 2, 4, 6])
+@pytest.mark.parametrize("count", [2, *(pytest.param(count, marks=REPEATS) for count in (1, 4, 6))])
 def test_B14_any_number_of_proposals(world: World, count: int) -> None:
     """Every m below the block's, which also moves every verify shape."""
     _, draft, _ = world.pairs["dflash"]

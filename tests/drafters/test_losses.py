@@ -9,11 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from jaxspec.drafters import losses
+from jaxspec.drafters.base import Shared
 from jaxspec.drafters.dflash import DFlashObjective
 from jaxspec.drafters.dspark import DSparkObjective
 from jaxspec.errors import ConfigError
+from jaxspec.models import layers as ly
 from tests.drafters import naive_losses, tiny
 
 LENGTH = 12
@@ -109,6 +112,49 @@ def test_chunks_change_neither_losses_nor_gradients(method, chunk):
         results.append(jax.jit(jax.value_and_grad(run, has_aux=True))(params))
     for one, other in zip(jax.tree.leaves(results[0]), jax.tree.leaves(results[1]), strict=True):
         np.testing.assert_allclose(one, other, atol=3e-5, rtol=1e-4)
+
+
+def products(jaxpr, width):
+    """Operand dtypes of every product with an axis of `width`, loops and inner functions included."""
+    for equation in jaxpr.eqns:
+        shapes = [v.aval.shape for v in (*equation.invars, *equation.outvars)]
+        if equation.primitive.name == "dot_general" and any(width in shape for shape in shapes):
+            yield {v.aval.dtype.name for v in equation.invars}
+        for inner in jaxprs_in_params(equation.params):
+            yield from products(inner, width)
+
+
+@pytest.mark.parametrize(("chunk", "expected"), [(0, 2), (3, 2)])
+def test_dflash_projects_to_the_vocabulary_twice_and_never_in_float32(chunk, expected):
+    """Logits and the gradient of the hidden states: no logits for a second time, none of a head that is frozen."""
+    drafter = tiny.dflash(DFlashObjective(chunk_blocks=chunk))
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tiny.random_params(drafter))
+    table = jnp.ones((97, tiny.shared().head.shape[1]), jnp.bfloat16)  # no other axis is as long
+    shared = Shared(table, table)
+    lowered = jax.make_jaxpr(jax.grad(objective_of(drafter, shared, batch())))(params)
+    live, _ = jax.interpreters.partial_eval.dce_jaxpr(lowered.jaxpr, [True] * len(lowered.jaxpr.outvars))
+    found = list(products(live, shared.head.shape[0]))
+    assert found == [{"bfloat16"}] * expected
+
+
+def test_wide_logits_have_the_gradients_of_a_plain_product():
+    keys = jax.random.split(jax.random.key(0), 3)
+    hidden, head, weights = (
+        jax.random.normal(k, s) for k, s in zip(keys, ((2, 3, 8), (12, 8), (2, 3, 12)), strict=True)
+    )
+
+    def plain(hidden, head):
+        return jnp.sum(weights * jnp.tanh(hidden @ head.T))
+
+    def ours(hidden, head):
+        return jnp.sum(weights * jnp.tanh(ly.unembed(hidden, head)))
+
+    exact = jax.grad(plain, (0, 1))(hidden, head)
+    for dtype, tolerance in ((jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)):
+        found = jax.grad(ours, (0, 1))(hidden.astype(dtype), head.astype(dtype))
+        for one, other in zip(found, exact, strict=True):
+            assert one.dtype == dtype
+            assert np.linalg.norm(one.astype(np.float32) - other) <= tolerance * np.linalg.norm(other)
 
 
 def test_partial_tail_has_exactly_one_target_and_denominator_one():

@@ -88,14 +88,13 @@ SILENCED = [
 
 
 def silenced_cases():
-    """One case a forward and golden folder's number belongs to `make test`, the others to `make test-slow-silenced`."""
+    """One case a forward belongs to `make test`, the others to `make test-slow-silenced`."""
     slow = pytest.mark.slow("silenced", covers=("jaxspec/evaluation", "jaxspec/drafters", "jaxspec/decoding"))
     for owner, method, starts in SILENCED:
-        seen = set()
-        for folder in (folder for folder in CASES if kind(folder).startswith(starts)):
-            marks = slow if (number := kind(folder).partition(".")[0]) in seen else ()
-            seen.add(number)
-            yield pytest.param(owner, method, folder, marks=marks, id=f"{owner.__name__}.{method}-{name(folder)}")
+        for count, folder in enumerate(folder for folder in CASES if kind(folder).startswith(starts)):
+            yield pytest.param(
+                owner, method, folder, marks=slow if count else (), id=f"{owner.__name__}.{method}-{name(folder)}"
+            )
 
 
 @pytest.mark.parametrize(("owner", "method", "folder"), list(silenced_cases()))

@@ -11,12 +11,10 @@ from pallas_kernels.anchor_attention import api
 from pallas_kernels.anchor_attention.tpu import TpuKernels
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-CASES = [
-    "04_dflash_train_sliding", "05_dspark_train_vanilla", "05_deepspec_dspark_gen", "07_eagle3_train_q3a",
-]  # fmt: skip
+CASES = ["04_dflash_train_sliding", "05_dspark_train_vanilla", "07_eagle3_train_q3a"]
 OTHERS = [
     "02_dflash_fwd_llama", "02_dflash_fwd_q3a", "03_dflash_gen_q3a", "03_dflash_gen_q3b_tied", "03_dflash_gen_random",
-    "04_dflash_train_dpace", "06_dflash2_train",
+    "04_dflash_train_dpace", "05_deepspec_dspark_gen", "06_dflash2_train",
     "04_dflash_train_full", "04_dflash_train_lk_lambda", "04_deepspec_dflash_train", "05_deepspec_dspark_train",
     "05_dspark_train_gated", "05_dspark_train_rnn", "06_dflash2_gen", "06_dflash2_train_stopgrad",
     "07_eagle3_train_llama_fullvocab", "10_ddtree_gen",

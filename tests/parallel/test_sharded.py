@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.process import run_on_devices, run_python
+from tests.helpers.process import QUICK, run_on_devices, run_python
 
 COVERS = ("jaxspec/parallel", "jaxspec/serving", "jaxspec/decoding", "jaxspec/models")
 
@@ -16,7 +16,7 @@ def run(method: str, rounds: str, *meshes: str, timeout: float = 280) -> list[di
     done = run_python(
         "-m", "tests.parallel.same_tokens", method, rounds, *meshes, timeout=timeout, JAX_PLATFORMS="cpu",
         JAX_DISABLE_MOST_OPTIMIZATIONS="1", JAX_DEFAULT_MATMUL_PRECISION="highest",
-        XLA_FLAGS="--xla_force_host_platform_device_count=8",
+        XLA_FLAGS=f"--xla_force_host_platform_device_count=8 {QUICK}",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     print(done.stdout)

@@ -10,6 +10,7 @@ from jaxspec.config import ServeConfig, load_config
 from jaxspec.decoding.generate import generate
 from jaxspec.decoding.request import SamplingParams
 from jaxspec.serving.main import load
+from tests.helpers.marks import REPEATS
 
 pytestmark = pytest.mark.ci
 
@@ -26,15 +27,23 @@ def served(tmp_path: Path, *overrides: str) -> tuple[object, list[int]]:
     return loaded.facts, list(answer.tokens)
 
 
-@pytest.mark.ci
-def test_by_name_by_model_and_as_a_tree(tmp_path: Path) -> None:
-    _, plain = served(tmp_path)
-    for overrides, method, proposals in (
-        (["drafter=ngram", "engine.num_proposals=3", "engine.ngram_max=2"], "ngram", 3),
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
+    return served(tmp_path_factory.mktemp("plain"))[1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "method", "proposals"),
+    [
+        pytest.param(["drafter=ngram", "engine.num_proposals=3", "engine.ngram_max=2"], "ngram", 3, marks=REPEATS),
         ([f"drafter={Q3A}", "engine.num_proposals=2"], "small_model", 2),
         ([f"drafter={GOLDEN / '03_dflash_gen_q3a' / 'draft'}", "engine.tree_nodes=6"], "ddtree", None),
-    ):
-        facts, tokens = served(tmp_path, *overrides)
-        assert tokens == plain
-        assert facts.method == method
-        assert proposals is None or facts.num_proposals == proposals
+    ],
+)
+def test_by_name_by_model_and_as_a_tree(
+    tmp_path: Path, plain: list[int], overrides: list[str], method: str, proposals: int | None
+) -> None:
+    facts, tokens = served(tmp_path, *overrides)
+    assert tokens == plain
+    assert facts.method == method
+    assert proposals is None or facts.num_proposals == proposals

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import signal
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from jaxspec.serving import main
 from jaxspec.serving.client import Client
 from jaxspec.serving.progress import Stages
 from tests.helpers.marks import REPEATS
+from tests.helpers.process import QUICK, environment
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -84,9 +84,8 @@ class Process:
     """serve.py as a process; `lines` are those of its stdout."""
 
     def __init__(self, tmp_path: Path, *arguments: str):
-        root = str(Path(__file__).parents[2])
         command = [sys.executable, "-m", "jaxspec", "serve", "--config", str(tmp_path / "serve.yaml"), *arguments]
-        env = {**os.environ, "PYTHONPATH": root, "JAX_PLATFORMS": "cpu"}
+        env = environment(JAX_PLATFORMS="cpu", XLA_FLAGS=QUICK)
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(command, cwd=tmp_path, env=env, **pipes)
         self.errors = ""

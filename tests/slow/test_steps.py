@@ -46,7 +46,7 @@ def churn(engine: Engine, rng: random.Random, steps: int, counted: collections.C
     """So many rounds, and as many as it takes to come to an end."""
     running: set[int] = set()
     done = 0
-    while done < steps or engine.live:
+    while done < steps or engine.live or engine._flights:  # a cancelled request leaves its round in the air
         while done < steps and engine.free_slots and rng.random() < 0.5:
             one = requests(rng)
             running.add(engine.admit(one.prompt, one.params, one.sample, one.grammar, one.priority))

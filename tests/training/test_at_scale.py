@@ -15,7 +15,7 @@ import pytest
 
 from jaxspec.checkpoints.safetensors_file import write_safetensors
 from jaxspec.checkpoints.store import TensorFolder
-from tests.helpers.process import environment, run_on_devices
+from tests.helpers.process import QUICK, environment, run_on_devices
 from tests.training import world
 from tests.training.test_regenerate import CHATML
 from tests.training.test_templates import make_tokenizer
@@ -89,7 +89,7 @@ def test_SIGTERM_saves_and_exits_0(place: Path) -> None:
         "run.steps=100000", "run.log_every=1", "run.eval_every=0", "run.export_weights=last",
     ]  # fmt: skip
     quiet = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(command, env=environment(), **quiet)
+    process = subprocess.Popen(command, env=environment(XLA_FLAGS=QUICK), **quiet)
     log, deadline = run / "metrics.jsonl", time.monotonic() + 200
     try:
         while process.poll() is None and time.monotonic() < deadline and not (log.is_file() and log.read_text()):

@@ -21,7 +21,7 @@ from jaxspec.training.featurestore.shards import Reader
 from jaxspec.training.plan import planned_step
 from jaxspec.training.state import Placement
 from tests.helpers.marks import REPEATS
-from tests.helpers.process import run_python
+from tests.helpers.process import QUICK, run_python
 from tests.training import world
 from tests.training.test_run import Lines, assert_same
 
@@ -141,7 +141,7 @@ run.run(config, target=world.target(), say=lambda line: None)
 
 @pytest.mark.ci
 def test_a_capture_on_a_mesh_is_the_capture_of_one_device(tmp_path, data):
-    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count=4 {QUICK}"}
     done = run_python("-c", ON_A_MESH, str(tmp_path), **flags)
     assert done.returncode == 0, done.stderr
     changes = stored(tmp_path) | {"features__shard_examples": 64, "optimizer__batch_size": 4}

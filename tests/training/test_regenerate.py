@@ -23,7 +23,7 @@ from jaxspec.training.records import BadRow
 from jaxspec.training.regenerate import CUT, TOO_LONG, plan, regenerate
 from jaxspec.training.templates import QWEN
 from jaxspec.training.tokenise import encode
-from tests.helpers.process import environment
+from tests.helpers.process import QUICK, environment
 from tests.training import world
 from tests.training.test_data import write
 from tests.training.test_templates import CHATML, make_tokenizer, talk
@@ -292,7 +292,8 @@ def test_B56_three_sigkills_of_a_real_process(tmp_path):
     write(tmp_path / "in.jsonl", *ROWS)
     for prompts in (5, 5, 99):
         command = [sys.executable, "-c", textwrap.dedent(CHILD), str(tmp_path), str(prompts)]
-        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+        quick = environment(XLA_FLAGS=QUICK)
+        done = subprocess.run(command, env=quick, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == (0 if prompts == 99 else -signal.SIGKILL), done.stderr
     assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "whole" / "out.jsonl").read_bytes()
     assert json.loads((tmp_path / "out.jsonl.json").read_text(encoding="utf-8")) == expected

@@ -15,6 +15,7 @@ import pytest
 from jaxspec.training.featurestore import run as capturing
 from jaxspec.training.main import run
 from tests.helpers.marks import REPEATS
+from tests.helpers.process import QUICK
 from tests.training import world
 from tests.training.test_run import Lines
 
@@ -46,7 +47,9 @@ def test_two_consumers_are_one_trainer(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    environment = {
+        **os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count=2 {QUICK}", "JAX_PLATFORMS": "cpu"
+    }  # fmt: skip
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", CODE, str(index), str(port), str(tmp_path)],
