@@ -212,6 +212,22 @@ DRAFTERS = [
         "sample_from_anchor false: the anchor row predicts nothing",
     ),
     Mutant(
+        "losses-row-gradient-unasked",
+        "jaxspec/drafters/losses.py",
+        "own = gradients[0][..., None] * slopes.astype(jnp.float32)",
+        "own = slopes.astype(jnp.float32)",
+        _LOSSES,
+        "every row's gradient counts one, whatever its weight in the loss",
+    ),
+    Mutant(
+        "layers-norm-gradient-narrow",
+        "jaxspec/models/layers.py",
+        "return _scaled(normed.astype(x.dtype), weight.astype(x.dtype))",
+        "return normed.astype(x.dtype) * weight.astype(x.dtype)",
+        ("tests/models/test_layer_gradients.py",),
+        "a sum over thousands of rows in bfloat16 stops growing",
+    ),
+    Mutant(
         "drafters-decay-exponent",
         "jaxspec/drafters/losses.py",
         "jnp.exp(-jnp.arange(count) / gamma)",

@@ -9,6 +9,14 @@ _TREES = ("tests/decoding/test_trees.py",)
 _DRAFT_TREE = ("tests/drafters/test_draft_tree.py",)
 EAGLE = [
     Mutant(
+        "eagle3-overlap-of-the-reduced-teacher",
+        "jaxspec/drafters/eagle3.py",
+        "jnp.minimum(teacher * share[..., None], jnp.exp(log_q))",
+        "jnp.minimum(teacher, jnp.exp(log_q))",
+        _EAGLE3,
+        "tokens outside the draft vocabulary have their share of the target's mass",
+    ),
+    Mutant(
         "eagle3-offsets-as-ids",
         "jaxspec/drafters/vocabulary.py",
         "    return ids + params[D2T].astype(jnp.int32) if D2T in params else ids",
