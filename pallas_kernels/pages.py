@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 TRASH_PAGE = 0  # belongs to nobody: rows that go nowhere point at it
@@ -14,13 +13,11 @@ def write(
     offset: Int[Array, "M"],
     rows: Float[Array, "M combined D"],
 ) -> Float[Array, "pages page combined D"]:
-    """The pool with each row at its place; rows of the trash page are not written at all.
+    """The pool with each row at its place. Places are in range, and no two rows of other pages than the trash page have
+    one.
 
-    No two rows of other pages may have one place: the scatter says so, which makes it a plain store. (A GPU's scatter
-    of 16-bit values that may meet is a compare-and-swap loop, in which padding rows of one place wait for one another.)
-    A dropped row's index lies behind the last page, another one for each row; a negative one would wrap, dropped or
-    not.
+    The scatter is told that no rows meet at all, which makes it a plain store: a GPU's scatter of 16-bit values that
+    may meet is a compare-and-swap loop, in which thousands of padding rows of one place wait for one another. Of rows
+    that do meet, in the trash page, XLA leaves open what is there afterwards; nobody reads it.
     """
-    behind = pool.shape[0] + jnp.arange(page.shape[0], dtype=page.dtype)
-    kept = jnp.where(page == TRASH_PAGE, behind, page)
-    return pool.at[kept, offset].set(rows.astype(pool.dtype), mode="drop", unique_indices=True)
+    return pool.at[page, offset].set(rows.astype(pool.dtype), mode="promise_in_bounds", unique_indices=True)

@@ -55,29 +55,28 @@ class NGram:
         """No parameters."""
         return {}
 
-    def init_state(self, num_pages: int, page_size: int, dtype: Any, num_slots: int = 0) -> Int[Array, "slots L"]:
-        """Tokens by slot and position."""
+    def init_state(self, num_pages: int, page_size: int, dtype: Any, num_slots: int = 0) -> Int[Array, "slots L1"]:
+        """Tokens by slot and position, and a last column that padding rows are written to."""
         room = (num_pages - 1) // max(num_slots, 1) * page_size  # page 0 belongs to nobody
-        return jnp.zeros((num_slots, room), jnp.int32)
+        return jnp.zeros((num_slots, room + 1), jnp.int32)
 
     def prefix_use(self, num_pages: int, page_size: int, num_slots: int) -> PrefixUse:
         """The text is kept by slot: all of it must pass by."""
         return PrefixUse(in_pages=False)
 
     def commit(
-        self, params: Any, shared: Shared, state: Int[Array, "slots L"], rows: Rows, layout: RaggedLayout
-    ) -> Int[Array, "slots L"]:
-        """Writes committed tokens at their positions; padding rows are dropped, each at an index of its own."""
+        self, params: Any, shared: Shared, state: Int[Array, "slots L1"], rows: Rows, layout: RaggedLayout
+    ) -> Int[Array, "slots L1"]:
+        """Writes committed tokens at their positions."""
         owners = layout.requests if layout.owners is None else layout.owners[layout.requests]
-        beyond = state.shape[1] + jnp.arange(layout.valid.shape[0])
-        column = jnp.where(layout.valid, layout.positions, beyond)
-        return state.at[owners, column].set(rows.tokens.astype(jnp.int32), mode="drop", unique_indices=True)
+        column = jnp.where(layout.valid, layout.positions, state.shape[1] - 1)
+        return state.at[owners, column].set(rows.tokens.astype(jnp.int32))
 
     def propose(
         self,
         params: Any,
         shared: Shared,
-        state: Int[Array, "slots L"],
+        state: Int[Array, "slots L1"],
         slots: Slots,
         keys: Key[Array, "R"],
         sampling: DraftSampling,
@@ -104,7 +103,7 @@ class NGram:
 
 
 def continuation(
-    state: Int[Array, "R L"],
+    state: Int[Array, "R L1"],
     anchors: Int[Array, "R"],
     positions: Int[Array, "R"],
     count: int,
@@ -117,9 +116,9 @@ def continuation(
     it goes on periodically: a text that repeats itself is continued as such. Without an occurrence the anchor is
     repeated.
     """
-    requests, room = state.shape
+    requests, room = state.shape[0], state.shape[1] - 1
     index = jnp.arange(room)
-    text = jnp.where(index < positions[:, None], state, -1)  # whatever is beyond the text matches nothing
+    text = jnp.where(index < positions[:, None], state[:, :room], -1)  # whatever is beyond the text matches nothing
     text = jnp.where(index == positions[:, None], anchors[:, None], text)
     matched = jnp.zeros((requests, room), jnp.int32)
     running = index < positions[:, None]  # an occurrence ends before the anchor

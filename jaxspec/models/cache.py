@@ -20,10 +20,11 @@ def init_pool(num_pages: int, page_size: int, kv_heads: int, head_dim: int, dtyp
 def write_rows(
     pool: KVPool, keys: Float[Array, "M kv dim"], values: Float[Array, "M kv dim"], layout: RaggedLayout
 ) -> KVPool:
-    """Writes each valid row at its cache slot; padding rows are not written.
+    """Writes each valid row at its cache slot; padding rows land in the trash page with an in-range index.
 
-    No two valid rows may have one place (`pallas_kernels.pages.write`): a request's rows have slots of their own, and
-    a page that is written has one owner.
+    A negative index would wrap even under mode="drop", so padding is redirected instead of dropped. No two valid rows
+    may have one place (`pallas_kernels.pages.write`): a request's rows have slots of their own, and a page that is
+    written has one owner.
     """
     page, offset = places(layout, pool.shape[1])
     heads = keys.shape[1]

@@ -15,7 +15,7 @@ class RaggedLayout:
     """M rows as contiguous segments of R requests. Prefill, chunked prefill, verification and decoding differ only
     in it.
 
-    Rows that are not `valid` are padding: they point at the trash page, nobody attends them, and their ids are in
+    Rows that are not `valid` are padding: they write to the trash page, nobody attends them, and their ids are in
     range. `slots` is a row's index in its request's cache; it differs from the RoPE `positions` only in a tree.
     """
 

@@ -1,7 +1,7 @@
 """Pages of the caches: who holds them, and how many rows of a request are real and how many are only reserved.
 
 One page id stands for the same page of every pool, the target's and the drafter's, since both are reached through one
-page table. Page 0 is the trash page: padding rows point there, and nobody owns it.
+page table. Page 0 is the trash page: padding rows write there, and nobody owns it.
 """
 
 from __future__ import annotations

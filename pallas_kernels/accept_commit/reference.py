@@ -69,7 +69,6 @@ def inverse_cdf(weights: Float[Array, "R V"], u: Float[Array, "R"]) -> Int[Array
 def commit(
     pools: Pools, rows: CommitRows, accepted: Int[Array, "R"], values: Sequence[Float[Array, "M combined D"]]
 ) -> list[Array]:
-    """Writes the anchor's and the accepted rows of `values` to every layer's pool; no other row is
-    written."""
+    """Writes the anchor's and the accepted rows of `values` to every layer's pool; all others go to the trash page."""
     page, offset = places(rows, accepted, values[0].shape[0], pools[0].shape[1])
     return [write(pool, page, offset, value) for pool, value in zip(pools, values, strict=True)]

@@ -13,7 +13,6 @@ from jaxspec.errors import ConfigError
 from jaxspec.models.layout import uniform_layout
 from tests.decoding.enumeration import Case, output_law, random_case, target_law
 from tests.decoding.test_enumeration import through_jaxspec
-from tests.helpers.scatters import assert_apart, scatters
 
 pytestmark = pytest.mark.ci
 
@@ -34,7 +33,7 @@ def by_hand(text: list[int], shortest: int = 1, longest: int = 3) -> list[int] |
 
 def committed(texts: list[list[int]], drafter: NGram = DRAFTER, chunk: int = 7) -> tuple[jax.Array, Slots]:
     """The texts in a drafter's state, written in chunks into slots in turn; the last token of each is the anchor."""
-    state = jnp.full((len(texts), ROOM), np.iinfo(np.int32).max, jnp.int32)
+    state = jnp.full((len(texts), ROOM + 1), np.iinfo(np.int32).max, jnp.int32)
     for slot, text in enumerate(texts):
         for start in range(0, len(text) - 1, chunk):
             piece = text[start : min(start + chunk, len(text) - 1)]
@@ -65,14 +64,6 @@ def test_proposals_are_those_of_a_search_by_hand() -> None:
             wanted = by_hand(text)
             assert (sure == (wanted is not None)).all()
             assert row == (wanted if wanted is not None else [text[-1]] * M), text
-
-
-def test_no_row_of_a_commit_waits_for_another_one() -> None:
-    layout = uniform_layout(jnp.array([4, 0]), jnp.array([2, 0]), jnp.zeros((2, 12), jnp.int32), 5)
-    state, rows = jnp.zeros((2, ROOM), jnp.int32), jnp.ones(10, jnp.int32)
-    commit = lambda state, layout: DRAFTER.commit({}, None, state, Rows(jnp.zeros((10, 0)), rows, rows), layout)  # noqa: E731
-    assert_apart(scatters(commit, state, layout))
-    assert np.argwhere(np.asarray(commit(state, layout))).tolist() == [[0, 4], [0, 5]]
 
 
 def test_longer_then_later_occurrences_win() -> None:

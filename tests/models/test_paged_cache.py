@@ -90,8 +90,7 @@ def test_no_row_of_a_write_waits_for_another_one(bad):
     """Thousands of padding rows of one index made a round 20 times as long on a GPU."""
     layout = ragged([1, 6, 3], [2, 2, 0], shuffled_table(3, 2), 9, bad)
     before = numbered_pool(8).astype(jnp.bfloat16)
-    assert_apart(scatters(write_rows, before, *new_rows(9), layout))
-    np.testing.assert_array_equal(write_rows(before, *new_rows(9), layout)[TRASH_PAGE], before[TRASH_PAGE])
+    assert_apart(scatters(write_rows, before, *new_rows(9), layout), TRASH_PAGE)
 
 
 def test_B62_keep_rows_commits_the_first_rows_of_each_segment_only():
