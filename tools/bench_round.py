@@ -231,6 +231,10 @@ def run(shape: str, arguments: argparse.Namespace, report: dict[str, Any], save:
         for case in round_cases(target.model.config, arguments.requests)
         if not arguments.only or case.name in arguments.only
     ]
+    if missing := set(arguments.only) - {case.name for case in cases}:
+        raise SystemExit(
+            f"error: --only: found {', '.join(sorted(missing))}, expected names of rounds as they are printed"
+        )
     cases += curve_cases(target.model.config, cases) if shape in arguments.curve else []
     bare = False if arguments.conditions else None
     started = time.perf_counter()
@@ -288,6 +292,10 @@ def main() -> None:
     parser.add_argument("--conditions", action="store_true", help="engine.bare_rounds=false")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if arguments.requests < 1:
+        parser.error(f"--requests: found {arguments.requests}, expected at least 1")
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
     report = header() | {"runs": []}
 
     def save() -> None:

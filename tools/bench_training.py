@@ -440,7 +440,9 @@ class Record:
     def __init__(self, path: Path | None):
         self.path = path
         there = path is not None and path.is_file()
-        self.parts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["parts"] if there and path else {}
+        self.parts: dict[str, Any] = (
+            json.loads(path.read_text(encoding="utf-8")).get("parts", {}) if there and path else {}
+        )
 
     def keep(self, name: str, part: dict[str, Any]) -> None:
         """Adds or replaces a part."""

@@ -20,6 +20,7 @@ from jaxspec.evaluation import during_training
 from jaxspec.models.layers import stack_layers, unembed
 from jaxspec.training.build import fresh_drafter
 from jaxspec.training.features import capture
+from tests.helpers.marks import REPEATS
 from tests.training import world
 
 PROMPTS = [[2, 3, 4, 5], [9, 8, 7], [20, 30, 10, 11, 12], [35, 6, 31]]
@@ -102,7 +103,7 @@ class Scene:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("method", ["dflash2", "dspark"])
+@pytest.mark.parametrize("method", [pytest.param("dflash2", marks=REPEATS), "dspark"])
 def test_B38_acceptance_in_training_is_the_served_rounds_count_by_count(tmp_path, method):
     """fp32, greedy, the same weights and tokens: the numbers of accepted and of reached slots are equal, slot by slot.
     Of a DSpark, the evaluation inside a run is held against the same counts."""

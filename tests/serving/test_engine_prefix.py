@@ -14,6 +14,7 @@ from jaxspec.decoding.request import SamplingParams
 from jaxspec.drafters.block_config import fresh_config
 from jaxspec.drafters.dflash import DFlash
 from jaxspec.serving.engine import Engine
+from tests.helpers.marks import REPEATS
 from tests.helpers.worlds import MASK_ID, loud
 from tests.slow import soak
 
@@ -44,7 +45,7 @@ def said(engine: Engine, prompts: list[list[int]]) -> list[Any]:
     return [heard[index] for index in range(len(prompts))]
 
 
-@pytest.mark.parametrize("name", ["eagle_chain", "ngram", "sliding"])
+@pytest.mark.parametrize("name", ["eagle_chain", pytest.param("ngram", marks=REPEATS), "sliding"])
 def test_B26_B27_a_prefix_hit_and_the_slots_last_owner_change_no_accept_length(name: str) -> None:
     draft = sliding() if name == "sliding" else soak.draft_of(name)
     engine = Engine(

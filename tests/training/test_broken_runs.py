@@ -23,6 +23,7 @@ from jaxspec.training.checkpoint import Checkpoints
 from jaxspec.training.directory import MARKER, check, locked, prepare, writing
 from jaxspec.training.loop import TrainingError
 from jaxspec.training.state import create
+from tests.helpers.marks import REPEATS
 from tests.helpers.process import QUICK, environment
 from tests.training import world
 from tests.training.test_checkpoint import state_of
@@ -56,7 +57,7 @@ except JaxspecError as error:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no limits on the size of a file")
-@pytest.mark.parametrize("limit", [6000, 0], ids=["checkpoint", "log"])
+@pytest.mark.parametrize("limit", [6000, pytest.param(0, marks=REPEATS)], ids=["checkpoint", "log"])
 def test_a_full_disk_is_one_error_and_the_run_goes_on_from_its_last_checkpoint(tmp_path, limit):
     """6000 bytes are room for the log, not for the checkpoint of step 10; 0 are room for nothing."""
     data, place = world.write_data(tmp_path / "data.npz"), tmp_path / "run"

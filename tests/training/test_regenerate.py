@@ -23,6 +23,7 @@ from jaxspec.training.records import BadRow
 from jaxspec.training.regenerate import CUT, TOO_LONG, plan, regenerate
 from jaxspec.training.templates import QWEN
 from jaxspec.training.tokenise import encode
+from tests.helpers.marks import REPEATS
 from tests.helpers.process import QUICK, environment
 from tests.training import world
 from tests.training.test_data import write
@@ -305,7 +306,7 @@ def target(tmp_path_factory):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("temperature", ["0", "1"])
+@pytest.mark.parametrize("temperature", [pytest.param("0", marks=REPEATS), "1"])
 def test_the_command_answers_as_the_target_does_and_prepare_reads_it(target, tmp_path, capsys, temperature):
     rows = [{"prompt": f"hello {'world ' * index}"} for index in range(5)]
     rows += [{"messages": [*talk("a"), {"role": "user", "content": text}]} for text in "xyz"]
