@@ -177,7 +177,7 @@ class RecurrentDrafter(abc.ABC):
         last = states[jnp.clip(layout.starts + layout.lengths - 1, 0, states.shape[0] - 1)]
         owners = jnp.arange(layout.starts.shape[0]) if layout.owners is None else layout.owners
         kept = jnp.where((layout.lengths > 0)[:, None], last.astype(state.hidden.dtype), state.hidden[owners])
-        return RecurrentState(pool, state.hidden.at[owners].set(kept, mode="drop", unique_indices=True))
+        return RecurrentState(pool, state.hidden.at[owners].set(kept))
 
     def propose(
         self,

@@ -87,7 +87,7 @@ def test_B62_a_layout_of_padding_alone_changes_no_page_but_trash():
 
 @pytest.mark.parametrize("bad", [0, -1, 2])
 def test_no_row_of_a_write_waits_for_another_one(bad):
-    """Thousands of padding rows of one index made a round 20 times as long on a GPU."""
+    """A GPU writes 16-bit values that may meet by compare-and-swap: padding rows of one index wait in line."""
     layout = ragged([1, 6, 3], [2, 2, 0], shuffled_table(3, 2), 9, bad)
     before = numbered_pool(8).astype(jnp.bfloat16)
     assert_apart(scatters(write_rows, before, *new_rows(9), layout), TRASH_PAGE)
