@@ -32,7 +32,7 @@ class Stage:
 
 
 def _pytest(python: str, *more: str) -> tuple[str, ...]:
-    return (python, "-m", "pytest", "-q", "-n", WORKERS, "--dist", "loadfile", *more)
+    return (python, "-m", "pytest", "-q", "-n", WORKERS, "--dist", "loadfile", "--no-loadscope-reorder", *more)
 
 
 def stages() -> list[Stage]:

@@ -14,6 +14,7 @@ from jaxspec.decoding.generate import generate
 from jaxspec.decoding.request import SamplingParams
 from jaxspec.decoding.runner import SlotRunner
 from jaxspec.errors import InvariantError
+from tests.helpers.marks import REPEATS
 from tests.helpers.worlds import (
     by_lane,
     random_table,
@@ -179,7 +180,7 @@ def test_invariant_no_row_past_the_limit(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("method", ["dflash", "dspark"])
+@pytest.mark.parametrize("method", [pytest.param("dflash", marks=REPEATS), "dspark"])
 def test_B35_real_models_run_clean_in_the_debug_build(method: str) -> None:
     """Every gather and scatter of the target, the drafter and the acceptance, with mixed widths at the limit."""
     target = tiny_target()

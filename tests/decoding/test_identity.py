@@ -152,7 +152,7 @@ def test_B14_512_tokens_one_at_a_time(world: World, method: str) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("family", ["qwen2", *(pytest.param(name, marks=REPEATS) for name in ("llama", "qwen3"))])
+@pytest.mark.parametrize("family", [pytest.param(name, marks=REPEATS) for name in ("qwen2", "llama", "qwen3")])
 def test_B14_families_with_a_partly_right_and_a_garbage_draft(family: str) -> None:
     """Two-layer targets that mostly follow the last token: a bigram Markov head is right in part."""
     target = tiny_target(family, seed=2, scale=0.2)
@@ -166,7 +166,7 @@ def test_B14_families_with_a_partly_right_and_a_garbage_draft(family: str) -> No
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("count", [2, *(pytest.param(count, marks=REPEATS) for count in (1, 4, 6))])
+@pytest.mark.parametrize("count", [pytest.param(count, marks=REPEATS) for count in (1, 2, 4, 6)])
 def test_B14_any_number_of_proposals(world: World, count: int) -> None:
     """Every m below the block's, which also moves every verify shape."""
     _, draft, _ = world.pairs["dflash"]

@@ -70,7 +70,7 @@ for name, step, extra in (("round", program.round, place(leaf(4, dtype=bool))), 
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed; it compiles for a TPU without one"
 )
-@pytest.mark.parametrize("drafter", [pytest.param("none", marks=REPEATS), "dflash", "dspark"])
+@pytest.mark.parametrize("drafter", [*(pytest.param(name, marks=REPEATS) for name in ("none", "dflash")), "dspark"])
 def test_round_and_prefill_compile_ahead_of_time_for_one_tpu(drafter):
     done = run_python(
         "-c",

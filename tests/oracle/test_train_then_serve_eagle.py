@@ -21,6 +21,7 @@ from jaxspec.drafters.eagle import Eagle, EagleObjective
 from jaxspec.drafters.eagle3 import Eagle3, Eagle3Objective
 from jaxspec.drafters.eagle_config import EagleConfig, fresh_model
 from jaxspec.models.decoder import FINAL, DecoderOutput
+from tests.helpers.marks import REPEATS
 from tests.oracle import world
 
 pytestmark = pytest.mark.ci
@@ -171,7 +172,7 @@ def test_B51_the_same_weights_propose_the_answer_as_a_tree(trained: Any) -> None
     assert counter.tau == STEPS["eagle3"] + 1
 
 
-@pytest.mark.parametrize("shift", [-1, 1])
+@pytest.mark.parametrize("shift", [pytest.param(-1, marks=REPEATS), 1])
 def test_B51_control_features_shifted_by_one_in_training_are_useless_when_served(shift: int) -> None:
     params, _ = train("eagle3", shift, steps=150)
     assert world.acceptance(serve("eagle3", params)) < 0.5

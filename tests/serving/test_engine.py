@@ -87,7 +87,7 @@ def soak(engine: Engine, asked: Sequence[tuple[list[int], SamplingParams]], rng:
 
 @pytest.mark.parametrize(
     ("overlap", "pages", "confident"),
-    [(True, None, False), (True, 31, False), (True, 31, True), (False, 31, True)],
+    [pytest.param(True, None, False, marks=REPEATS), (True, 31, False), (True, 31, True), (False, 31, True)],
     ids=["overlap-roomy", "overlap-preempting", "overlap-preempting-budgeted", "no-overlap-preempting-budgeted"],
 )
 def test_every_answer_equals_a_walk_by_hand(overlap, pages, confident):

@@ -13,6 +13,7 @@ from jaxspec.decoding.processors import LogitRules
 from jaxspec.decoding.request import SamplingParams
 from jaxspec.errors import RequestError
 from jaxspec.serving.engine import Engine
+from tests.helpers.marks import REPEATS
 from tests.helpers.worlds import LANE, by_lane, random_table, script, scripted, table_target
 
 pytestmark = pytest.mark.ci
@@ -101,7 +102,7 @@ def random_params(rng: random.Random) -> SamplingParams:
     )
 
 
-@pytest.mark.parametrize("name", ["roomy", "preempting"])
+@pytest.mark.parametrize("name", [pytest.param("roomy", marks=REPEATS), "preempting"])
 def test_B16_every_rule_equals_decoding_by_hand(engines, name):
     engine, rng = engines[name], random.Random(2)
     before = engine.preemptions

@@ -64,7 +64,7 @@ def config(directory: Path, data: Path, method: str, **changes: Any) -> TrainCon
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=REPEATS)])
-@pytest.mark.parametrize("method", DRAFTERS)
+@pytest.mark.parametrize("method", [pytest.param("eagle", marks=REPEATS), "eagle3"])
 def test_a_run_lowers_the_loss_and_its_export_serves(method: str, dtype: str, tmp_path: Path) -> None:
     data = world.write_data(tmp_path / "data.npz")
     made = config(tmp_path / "run", data, method, run__steps=30, drafter__dtype=dtype)

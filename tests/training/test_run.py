@@ -82,7 +82,7 @@ def assert_same(one: Path, other: Path, step: int):
 
 
 @pytest.mark.parametrize(
-    ("method", "dtype"), [("dflash", "float32"), pytest.param("dspark", "bfloat16", marks=pytest.mark.ci)]
+    ("method", "dtype"), [("dflash", "float32"), pytest.param("dspark", "bfloat16", marks=REPEATS)]
 )
 def test_run_trains_logs_and_exports(tmp_path, data, method, dtype):
     config = world.config(tmp_path / "run", data, method, run__tensorboard=True, drafter__dtype=dtype)
