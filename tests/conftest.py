@@ -16,6 +16,10 @@ os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 # demo and the slow checks run optimised code.
 if "--slow" not in " ".join(sys.argv):
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# Programs are shared through a folder (`compiled_programs`); a bounded size makes JAX lock it.
+os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(8 << 30))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
@@ -27,6 +31,7 @@ import json
 import platform
 import subprocess
 import time
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -160,3 +165,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def root() -> Path:
     """The checkout's folder."""
     return ROOT
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """JAX's compilation cache, for this session alone: many tests, few different programs. Workers share it."""
+    import jax
+
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "programs"
+    folder.mkdir(exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
