@@ -55,6 +55,9 @@ bench-serving: setup  ## trains two drafters, then the engine under load; writes
 bench-training: setup  ## the training step on this machine's GPU; writes results/h200/training.json
 	@$(PY) tools/bench_training.py --online dspark --json results/h200/training.json
 
+bench-devices: setup  ## the training step on 1, 2 and 4 GPUs of this machine; writes results/h200/devices.json
+	@$(PY) tools/bench_devices.py --json results/h200/devices.json
+
 test-slow-%: setup  ## one long check; writes results/slow/%.json
 	@$(PY) tools/slow_results.py run $*
 

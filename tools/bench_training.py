@@ -80,10 +80,18 @@ class Sizes:
 
 class Setup:
     """A method's step and what it takes, as `train.py` puts them together. `plain` is the reference path, in that
-    dtype; `online` runs the target inside the step."""
+    dtype; `online` runs the target inside the step. One sequence a device."""
 
-    def __init__(self, method: str, sizes: Sizes, plain: str | None = None, online: bool = False):
+    def __init__(
+        self,
+        method: str,
+        sizes: Sizes,
+        plain: str | None = None,
+        online: bool = False,
+        devices: Sequence[Any] | None = None,
+    ):
         self.method, self.sizes, self.online = method, sizes, online
+        self.placement = Placement.of(devices)
         drafter: dict[str, Any] = {"method": method, "dtype": plain or "bfloat16"}
         if method == "eagle3":
             drafter["draft_vocab_size"] = sizes.draft_vocab
@@ -97,7 +105,7 @@ class Setup:
                 "drafter": drafter,
                 "objective": {"chunk_blocks": 0} if plain else {},
                 "data": {"path": "random", "max_length": sizes.length, "num_anchors": sizes.anchors},
-                "optimizer": {"batch_size": 1},
+                "optimizer": {"batch_size": self.placement.batch},
                 "run": {"directory": "out/bench-training", "steps": _STEPS},
             },
         )
@@ -119,10 +127,9 @@ class Setup:
         )
         self.exact = plain == "float32"
         self.groups = math.gcd(sizes.anchors, GROUPS) if plain and method != "eagle3" else 1
-        self.placement = Placement.of()
         hidden = sizes.target.hidden_size
         stored = Layout(len(made.taps) * hidden, hidden if made.needs_teacher else 0, "bfloat16")
-        self.shapes = batch_shapes(1, 1, sizes.length, None if online else stored)
+        self.shapes = batch_shapes(1, self.placement.batch, sizes.length, None if online else stored)
         self.attention = "reference" if plain or jax.default_backend() == "cpu" else config.run.anchor_attention
 
     def state(self) -> Any:
@@ -141,13 +148,13 @@ class Setup:
         return jax.jit(make, out_shardings=self.placement.shardings(made))(key)
 
     def batch(self) -> dict[str, jax.Array]:
-        """One sequence of random tokens, all supervised, with random features."""
+        """Random tokens, all supervised, with random features."""
         rng = np.random.default_rng(1)
         fixed = {
             "input_ids": rng.integers(10, self.sizes.target.vocab_size, self.shapes["input_ids"].shape, np.int32),
             "loss_mask": np.ones(self.shapes["loss_mask"].shape, bool),
-            "example_ids": np.zeros((1, 1), np.int32),
-            "epochs": np.zeros((1, 1), np.int32),
+            "example_ids": np.arange(self.placement.batch, dtype=np.int32)[None],
+            "epochs": np.zeros((1, self.placement.batch), np.int32),
         }
         drawn = {
             name: jax.random.normal(jax.random.key(index), shape.shape, shape.dtype)
@@ -417,14 +424,14 @@ def line(name: str, part: dict[str, Any]) -> str:
     )
 
 
-def header() -> dict[str, Any]:
+def header(tool: str = "tools/bench_training.py") -> dict[str, Any]:
     """How, on what and of which commit; in every part, since parts may be of several runs."""
     device, asked = jax.devices()[0], sys.argv[1:]
     if "--json" in asked:  # where a run kept its file says nothing
         at = asked.index("--json")
         del asked[at : at + 2]
     return {
-        "command": " ".join(["python", "tools/bench_training.py", *asked]),
+        "command": " ".join(["python", tool, *asked]),
         "commit": commit(),
         "device": device.device_kind,
         "platform": device.client.platform_version.strip(),
