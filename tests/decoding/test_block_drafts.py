@@ -152,8 +152,8 @@ def any_draft(target: Any, method: str) -> Draft:
     return Draft(drafter, params)
 
 
-METHODS = ["dflash", "eagle3 tree"]
-KIN = ["dspark", "dflash2", "dflare", "ddtree", "eagle", "eagle tree", "eagle3", "small model"]
+METHODS = ["dflash", "dflash2", "ddtree", "eagle3 tree", "small model"]
+KIN = ["dspark", "dflare", "eagle", "eagle tree", "eagle3"]
 
 
 @pytest.mark.parametrize("method", [*METHODS, *(pytest.param(method, marks=REPEATS) for method in KIN)])

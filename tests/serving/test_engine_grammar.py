@@ -20,7 +20,6 @@ from jaxspec.serving.engine import Engine
 from jaxspec.serving.grammar import Grammar
 from jaxspec.serving.server import Server
 from jaxspec.serving.text import TokenizerCodec
-from tests.helpers.marks import REPEATS
 from tests.helpers.scripted_runner import PATIENCE
 from tests.helpers.worlds import ScriptedTree, script, scripted, table_target
 from tests.serving.test_engine_server import idle, served
@@ -43,7 +42,7 @@ def table() -> np.ndarray:
 TABLE = table()
 
 
-@pytest.fixture(scope="module", params=["chain", pytest.param("tree", marks=REPEATS)])
+@pytest.fixture(scope="module", params=["chain", "tree"])
 def engine(request) -> Engine:
     accepted = np.random.default_rng(1).integers(0, M + 1, (VOCAB, POSITIONS))
     draft = scripted(TABLE, M, script(TABLE, M, accepted))

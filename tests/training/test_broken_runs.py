@@ -232,11 +232,7 @@ def write_rows(path: Path, rows: list[tuple[int, int]]) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [pytest.param([(6, 2)] * 4, marks=REPEATS), [(16, 12)] * 4],
-    ids=["shorter than a block", "answers at the end"],
-)
+@pytest.mark.parametrize("rows", [[(6, 2)] * 4, [(16, 12)] * 4], ids=["shorter than a block", "answers at the end"])
 def test_data_without_a_place_for_an_anchor_is_refused_before_anything_is_written(tmp_path, rows):
     data = write_rows(tmp_path / "data.npz", rows)
     config = world.config(tmp_path / "run", data, data__anchor_rule="legacy", drafter__block_size=8)
@@ -255,11 +251,7 @@ def test_the_legacy_rule_needs_two_candidates():
     assert any_anchor([mask], 16, "adjacent", 8) and not any_anchor([mask[:0]], 16, "adjacent", 8)
 
 
-@pytest.mark.parametrize(
-    "limit",
-    [pytest.param({"run__steps": 10}, marks=REPEATS), {"run__steps": 60, "run__log_every": 1}],
-    ids=["end", "early"],
-)
+@pytest.mark.parametrize("limit", [{"run__steps": 10}, {"run__steps": 60, "run__log_every": 1}], ids=["end", "early"])
 def test_a_run_in_which_no_step_learned_anything_exports_nothing(tmp_path, monkeypatch, limit):
     """Past the first check: anchors can be placed, but none is ever kept."""
     monkeypatch.setattr("jaxspec.training.main.any_anchor", lambda *_: True)
