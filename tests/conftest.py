@@ -16,8 +16,6 @@ os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 # demo and the slow checks run optimised code.
 if "--slow" not in " ".join(sys.argv):
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-# Programs are shared through a folder (`compiled_programs`); a bounded size makes JAX lock it.
-os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(8 << 30))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -169,12 +167,11 @@ def root() -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """JAX's compilation cache, for this session alone: many tests, few different programs. Workers share it."""
+    """JAX's compilation cache, for this session alone: many tests, few different programs. A folder for each worker:
+    JAX locks a shared one only if it also looks for what to evict, through all of it, at every new program."""
     import jax
 
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "programs"
-    folder.mkdir(exist_ok=True)
+    folder = tmp_path_factory.mktemp("programs")
     jax.config.update("jax_compilation_cache_dir", str(folder))
     yield
     jax.config.update("jax_compilation_cache_dir", None)
