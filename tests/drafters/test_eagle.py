@@ -12,11 +12,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxspec.checkpoints.drafter import load_drafter, save_drafter
+from jaxspec.drafters.base import Rows
 from jaxspec.drafters.draft_tree import DynamicTree, StaticTree
 from jaxspec.drafters.eagle import Eagle, EagleObjective
 from jaxspec.drafters.eagle3 import Eagle3
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.decoder import FINAL
+from jaxspec.models.layout import RaggedLayout, ragged_layout, uniform_layout
 from tests.drafters import eagle_pairs as pairs
 
 pytestmark = pytest.mark.ci
@@ -115,6 +117,29 @@ def test_no_gradient_reaches_the_target_through_the_teacher() -> None:
     # the last row is read as a teacher only
     grads = jax.jit(jax.grad(loss, argnums=1))(batch.features, batch.features)
     assert float(jnp.abs(grads[:, -1]).max()) == 0.0 and float(jnp.abs(grads[:, 1]).max()) > 0
+
+
+@pytest.mark.parametrize("layout_of", [uniform_layout, ragged_layout])
+def test_a_request_that_commits_nothing_keeps_its_state(layout_of: Any) -> None:
+    """Its next proposal starts from it; neither a neighbour's last row nor a row of padding may take its place."""
+    drafter = pairs.eagle(TARGET)
+    params, shared, batch = pairs.params_of(drafter), shared_of(drafter), batch_of()
+    table, more = jnp.array([[1, 2], [3, 4]]), () if layout_of is uniform_layout else (4,)
+
+    def commit(state: Any, first: list[int], lengths: list[int]) -> Any:
+        layout: RaggedLayout = layout_of(jnp.array(first), jnp.array(lengths), table, 4, *more)
+        at = (jnp.minimum(layout.requests, 1), layout.positions)
+        rows = Rows(batch.features[at], batch.input_ids[at], batch.input_ids[at[0], at[1] + 1])
+        return jax.jit(drafter.commit)(params, shared, state, rows, layout)
+
+    state = commit(drafter.init_state(5, 4, jnp.float32, 2), [0, 0], [2, 2])
+    before = np.asarray(state.hidden)
+    for idle in (0, 1):
+        lengths = [1, 1]
+        lengths[idle] = 0
+        after = np.asarray(commit(state, [2, 2], lengths).hidden)
+        np.testing.assert_array_equal(after[idle], before[idle])
+        assert np.abs(after[1 - idle] - before[1 - idle]).max() > 1e-3
 
 
 def test_trees_wider_than_the_vocabulary_are_refused() -> None:

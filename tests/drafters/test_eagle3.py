@@ -19,6 +19,7 @@ from jaxspec.drafters.base import Rows, Sparse
 from jaxspec.drafters.eagle3 import DEEPSPEC, SPECFORGE, Eagle3, Eagle3Objective
 from jaxspec.drafters.eagle_config import default_layer_ids
 from jaxspec.errors import CheckpointError, ConfigError
+from jaxspec.models.layers import cast
 from jaxspec.models.layout import uniform_layout
 from tests.drafters import eagle_pairs as pairs
 
@@ -35,6 +36,17 @@ KINDS = {
 
 def shared_of(drafter: Any) -> Any:
     return pairs.draft(drafter).shared(TARGET)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_the_vocabulary_maps_survive_a_cast_of_the_weights(dtype: Any) -> None:
+    """bfloat16 holds whole numbers up to 256, float16 up to 2048: an id of a real vocabulary would be another one."""
+    chosen = np.sort(np.random.default_rng(0).choice(150_000, 3000, replace=False))
+    made = {name: jnp.asarray(value) for name, value in vocabulary.maps(chosen, 150_000).items()}
+    low = cast({"fc": {"weight": jnp.ones((2, 2))}, **made}, dtype)
+    assert low["fc"]["weight"].dtype == dtype
+    np.testing.assert_array_equal(vocabulary.target_ids(low, len(chosen)), chosen)
+    assert low["t2d"].dtype == jnp.bool_ and np.flatnonzero(low["t2d"]).tolist() == chosen.tolist()
 
 
 # -- configuration ----------------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ EAGLE = [
         "jaxspec/drafters/recurrent.py",
         "kept = jnp.where((layout.lengths > 0)[:, None], last.astype(state.hidden.dtype), state.hidden[owners])",
         "kept = last.astype(state.hidden.dtype)",
-        ("tests/drafters/test_eagle_identity.py",),
+        ("tests/drafters/test_eagle.py",),
         "a request that committed nothing keeps its state",
     ),
     Mutant(
@@ -149,7 +149,7 @@ EAGLE = [
         "jaxspec/models/layers.py",
         "lambda leaf: leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, params)",
         "lambda leaf: leaf.astype(dtype), params)",
-        ("tests/training/test_eagle_run.py",),
+        ("tests/drafters/test_eagle3.py",),
         "a vocabulary map in bfloat16 points elsewhere",
     ),
 ]
