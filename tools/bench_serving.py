@@ -5,9 +5,10 @@
 
 A closed loop at each concurrency, in the process of the engine (no network), all methods in one run. Each concurrency
 has a process of its own, with as many slots: they compile side by side, then wait for one another and measure one at a
-time. The cost table is measured first, on the engine that uses it. Also: overlap on and off, the device's idle share,
-the rounds under jax's transfer guard with a control that trips it, and confidences beside what was accepted (for
-tools/simulate_serving.py). The record is written after each part: what was measured is there whatever ends the run.
+time; one that stands still is ended, with its stacks on the error stream. The cost table is measured first, on the
+engine that uses it. Also: overlap on and off, the device's idle share, the rounds under jax's transfer guard with a
+control that trips it, and confidences beside what was accepted (for tools/simulate_serving.py). The record is written
+after each part: what was measured is there whatever ends the run.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import concurrent.futures
 import contextlib
 import dataclasses
+import faulthandler
 import importlib.metadata
 import json
 import os
@@ -49,6 +51,7 @@ from tools.serving_pairs import SHAPES, Pairs, lean, random_shape, recorded, tra
 METHODS = ("none", "dflash", "dspark static", "dspark scheduled")
 WARM_ROUNDS = 150  # of the scheduled engine: what it knows of a load is as old as that
 GUARDED_ROUNDS = 100
+STALLED = 180.0  # seconds without a new part, after which a process says where it stands and gives up its turn
 
 
 @dataclasses.dataclass
@@ -327,6 +330,7 @@ def alone(arguments: argparse.Namespace) -> dict[str, Any]:
     record["settings"] = {name: getattr(arguments, name) for name in settings}
 
     def save(name: str, value: Any) -> None:
+        faulthandler.dump_traceback_later(STALLED, exit=True)  # instead of the one before it
         record[name] = value
         record["seconds"] = round(time.perf_counter() - started, 1)
         write(record, arguments.out)
@@ -334,7 +338,9 @@ def alone(arguments: argparse.Namespace) -> dict[str, Any]:
 
     bench = build(pairs, arguments)
     save("executables", sum(len(engine.executables.shapes) for engine in bench.engines.values()))
+    faulthandler.cancel_dump_traceback_later()  # a turn may be long in coming
     with turn(arguments.meet, arguments.crowd):
+        faulthandler.dump_traceback_later(STALLED, exit=True)
         save("cost", measured_cost(bench))
         save("loads", loads(bench, save))
         save("checks", verdicts(record["loads"]))
@@ -346,6 +352,7 @@ def alone(arguments: argparse.Namespace) -> dict[str, Any]:
         if concurrency == min(32, arguments.largest):
             save("confidences", confidences(bench))
             save("guard", guarded(bench))
+    faulthandler.cancel_dump_traceback_later()
     return record
 
 
