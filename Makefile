@@ -4,7 +4,7 @@ PY := .venv/bin/python
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-312 demo test lint format check mutants conformance proto constraints clean
-.PHONY: bench-kernels bench-decode bench-serving bench-training
+.PHONY: bench-kernels bench-decode bench-serving bench-training bench-devices
 
 help:  ## this list
 	@grep -hE '^[a-z0-9%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9%-]+):.*## /  make \1\t/' | expand -t 26

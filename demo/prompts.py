@@ -41,7 +41,7 @@ def held_out(cache: Path) -> list[dict[str, str]]:
         partial = place.with_suffix(".partial")
         partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
         partial.replace(place)
-    return [json.loads(line) for line in place.read_text().splitlines()]
+    return [json.loads(line) for line in place.read_text(encoding="utf-8").splitlines()]
 
 
 def _read(kind: str) -> list[dict[str, str]]:

@@ -235,7 +235,8 @@ def show(console: Console, report: dict[str, Any]) -> None:
     table.add_row("drafter", report["export"])
     table.add_row("seconds", f"{report['total_seconds']:.0f}")
     console.print(table)
-    console.print(f"Serve it: python serve.py --config configs/serve/quickstart.yaml drafter={report['export']}")
+    command = f"python serve.py --config configs/serve/quickstart.yaml drafter={report['export']}"
+    console.print(f"Serve it: {command}", soft_wrap=True)  # a line break in it would cut the command in two
     console.print(
         "On a CPU a verified row costs about as much as a decoded one, so fewer forwards are not yet less time; on an "
         "accelerator a forward over a few rows costs what a single row costs."

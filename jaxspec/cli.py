@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import importlib
+import io
 import os
 import platform
 import re
@@ -47,6 +49,7 @@ _EXIT_INTERRUPT = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `jaxspec ARGV`. Returns the exit code: 0, 1 for a failed check, 2 for an error that the user can mend."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _print_anything()
     chosen = next((word for word in arguments if not word.startswith("-")), None)
     parser = Parser(
         prog="jaxspec", description="Trains and serves speculative-decoding drafters in JAX.", allow_abbrev=False
@@ -72,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_command(name: str, argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand under the name of the script that called it (`train.py`, `serve.py`)."""
     module, summary = COMMANDS[name]
+    _print_anything()
     parser = Parser(description=summary, allow_abbrev=False)
     _fill(parser, module)
     return _run(module, _parse(parser, argv, parser))
@@ -132,9 +136,40 @@ def _run(module: str, args: argparse.Namespace) -> int:
         print("interrupted", file=sys.stderr)
         return _EXIT_INTERRUPT
     except BrokenPipeError:
-        # The reader (`| head`) has left; a second error at interpreter exit would only repeat it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _close_stdout()  # the reader (`| head`) has left
         return 128 + 13
+    except OSError as error:
+        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EIO):
+            raise
+        _close_stdout()
+        print(f"error: standard output: {error.strerror}, expected a place that takes it", file=sys.stderr)
+        return _EXIT_ERROR
+    except (AssertionError, RuntimeError) as error:
+        if not _from_backends(error):
+            raise
+        asked = os.environ.get("JAX_PLATFORMS") or "none"
+        reason = f" ({' '.join(str(error).split())})" if str(error) else ""
+        line = f"error: JAX_PLATFORMS: found {asked}, which does not start here{reason}; see jaxspec doctor"
+        print(line, file=sys.stderr)
+        return _EXIT_ERROR
+
+
+def _print_anything() -> None:
+    """What the terminal's encoding does not have is printed as an escape, not answered with an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _close_stdout() -> None:
+    """A second error at the interpreter's exit would only repeat the first."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _from_backends(error: BaseException) -> bool:
+    """Whether jax raised it because a platform that was asked for does not start."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].f_globals.get("__name__") == "jax._src.xla_bridge"
 
 
 if __name__ == "__main__":

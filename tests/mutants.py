@@ -29,6 +29,7 @@ from tests.faults import (
     grammar,
     kernels,
     kernels_anchor,
+    mistakes,
     pages,
     parallel,
     planner,
@@ -45,6 +46,7 @@ from tests.helpers.mutation import Mutant, main
 MUTANTS: list[Mutant] = [
     *project.CONFIG,
     *project.CLI,
+    *mistakes.MISTAKES,
     *drafters.MODELS,
     *drafters.DRAFTERS,
     *decoding.DECODING,

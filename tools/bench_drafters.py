@@ -133,7 +133,7 @@ def main() -> int:
     target = load_target(arguments.target, dtype="float32" if jax.default_backend() == "cpu" else "bfloat16")
     tokenizer = load_tokenizer(target.directory)
     questions = split_questions(arguments.answers)
-    more = [json.loads(line)["prompt"] for file in arguments.prompts for line in file.read_text().splitlines()]
+    more = [json.loads(line)["prompt"] for file in arguments.prompts for line in file.read_text().split("\n") if line]
     asked = [*questions.train, *more]
     np.random.default_rng(0).shuffle(asked)
     encode = lambda texts: [ids for ids in (chat_ids(tokenizer, text) for text in texts) if len(ids) <= 192]  # noqa: E731

@@ -330,7 +330,7 @@ def alone(arguments: argparse.Namespace) -> dict[str, Any]:
     record["settings"] = {name: getattr(arguments, name) for name in settings}
 
     def save(name: str, value: Any) -> None:
-        faulthandler.dump_traceback_later(STALLED, exit=True)  # instead of the one before it
+        faulthandler.dump_traceback_later(STALLED, file=sys.__stderr__, exit=True)  # instead of the one before it
         record[name] = value
         record["seconds"] = round(time.perf_counter() - started, 1)
         write(record, arguments.out)
@@ -340,7 +340,7 @@ def alone(arguments: argparse.Namespace) -> dict[str, Any]:
     save("executables", sum(len(engine.executables.shapes) for engine in bench.engines.values()))
     faulthandler.cancel_dump_traceback_later()  # a turn may be long in coming
     with turn(arguments.meet, arguments.crowd):
-        faulthandler.dump_traceback_later(STALLED, exit=True)
+        faulthandler.dump_traceback_later(STALLED, file=sys.__stderr__, exit=True)
         save("cost", measured_cost(bench))
         save("loads", loads(bench, save))
         save("checks", verdicts(record["loads"]))

@@ -73,6 +73,11 @@ def replacing_folder(directory: str | os.PathLike[str], marker: str = "config.js
 def check_replaceable(directory: Path, marker: str = "config.json") -> None:
     """Whether `replacing_folder` would take this place. Raises CheckpointError naming what is in the way."""
     if not directory.exists():
+        above = next(folder for folder in directory.absolute().parents if folder.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+            raise CheckpointError(
+                f"{directory}: {above} is no folder that can be written, expected one; choose another"
+            )
         return
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: found a file, expected a folder or nothing; choose another name")

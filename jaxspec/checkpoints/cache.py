@@ -49,8 +49,8 @@ def made_once(directory: Path, make: Callable[[Path], object]) -> Path:
         ) from None
     except OSError as error:
         raise CheckpointError(
-            f"{directory}: cannot be written ({error.strerror or error}), expected a writable cache; pass another "
-            "cache_dir"
+            f"{directory}: cannot be written ({error.strerror or error}), expected a writable cache; set "
+            "XDG_CACHE_HOME to a place with room, or pass another cache_dir"
         ) from error
     return directory
 

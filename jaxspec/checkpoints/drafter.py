@@ -152,6 +152,8 @@ def own_names(folder: TensorFolder) -> dict[str, str]:
 
 def _leaf(folder: TensorFolder, stored: str, dtype: Any) -> jax.Array:
     value = folder.read(stored)
+    if jnp.issubdtype(dtype, jnp.floating) and not jnp.issubdtype(value.dtype, jnp.floating):
+        raise CheckpointError(f"{folder.directory}: tensor {stored!r}: found {value.dtype} values, expected floats")
     kept = value.astype(dtype, copy=False)
     if not jnp.issubdtype(dtype, jnp.floating) and not np.array_equal(kept, value):
         raise CheckpointError(

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxspec.errors import DataError, RequestError
+from jaxspec.commands.common import check_new_file, check_sampling
+from jaxspec.errors import RequestError
 from jaxspec.evaluation.prompts import read_prompts
 
 
@@ -32,10 +33,8 @@ def main(args: argparse.Namespace) -> int:
     for name in ("num_slots", "max_context", "max_new_tokens"):
         if getattr(args, name) < 1:
             raise RequestError(f"--{name.replace('_', '-')}: found {getattr(args, name)}, expected at least 1")
-    if args.out.exists() and not args.force:
-        raise DataError(f"--out {args.out}: found a file there, expected none; --force replaces it")
-    if not args.out.absolute().parent.is_dir():
-        raise DataError(f"--out {args.out}: found no folder {args.out.absolute().parent}, expected one")
+    check_sampling(args)
+    check_new_file(args.out, args.force)
     prompts = read_prompts(args.prompts, "PROMPTS")
     import jax  # after the files were looked at: loading takes seconds
 

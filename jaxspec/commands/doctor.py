@@ -90,8 +90,9 @@ def _jax() -> dict[str, Any]:
     platforms = os.environ.get("JAX_PLATFORMS")
     try:
         devices = jax.devices()
-    except RuntimeError as error:  # the report must come out on the very machine whose backend does not start
-        return {"JAX_PLATFORMS": platforms, "backend": None, "devices": [], "error": str(error).splitlines()[0]}
+    except (RuntimeError, AssertionError) as error:  # this report must come out where no backend starts, most of all
+        reason = next(iter(str(error).splitlines()), "the platform that was asked for is not there")
+        return {"JAX_PLATFORMS": platforms, "backend": None, "devices": [], "error": reason}
     return {
         "JAX_PLATFORMS": platforms,
         "backend": jax.default_backend(),

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from jaxspec.commands.common import check_sampling
 from jaxspec.errors import DataError, RequestError
 from jaxspec.evaluation.prompts import read_prompts
 from jaxspec.serving.terminal import context_note, read_prompt
@@ -52,9 +53,10 @@ def main(args: argparse.Namespace) -> int:
         raise DataError(
             f"--stream: found {len(prompts)} prompts{' and --json' if args.json else ''}, expected one prompt as text"
         )
-    for name in ("num_slots", "max_context"):
-        if getattr(args, name) < 1:
-            raise RequestError(f"--{name.replace('_', '-')}: found {getattr(args, name)}, expected at least 1")
+    for name, least in {"num_slots": 1, "max_context": 2, "num_proposals": 1, "tree_nodes": 1}.items():
+        if getattr(args, name) is not None and getattr(args, name) < least:
+            raise RequestError(f"--{name.replace('_', '-')}: found {getattr(args, name)}, expected at least {least}")
+    check_sampling(args)
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos")
     sampling = {name: getattr(args, name) for name in names}
     from jaxspec.api import load  # after the prompts were read: loading takes seconds

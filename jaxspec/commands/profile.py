@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxspec.commands.common import add_config_arguments
+from jaxspec.commands.common import add_config_arguments, check_new_file
 from jaxspec.config import ServeConfig, load_config
 from jaxspec.errors import ConfigError, RequestError, problem
 
@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--context", type=int, metavar="N", help="tokens of each request (half of what fits)")
     parser.add_argument("--steps", type=int, default=32, metavar="N", help="rounds a probe (%(default)s)")
+    parser.add_argument("--force", action="store_true", help="replace FILE if it exists")
     parser.add_argument("--json", action="store_true", help="print the manifest as JSON")
 
 
@@ -31,8 +32,7 @@ def main(args: argparse.Namespace) -> int:
     config = load_config(ServeConfig, args.config, args.overrides)
     if config.drafter is None:
         raise ConfigError(problem("drafter", "none", "a drafter: without proposals there is no budget to plan"))
-    if not args.out.parent.is_dir():
-        raise ConfigError(problem("--out", str(args.out), "a file in a folder that exists"))
+    check_new_file(args.out, args.force)
     # what would choose for itself, or compile more, is left out
     plain = {"grammar": False, "cost_table": None, "pause_drafting": False}
     config = config.model_copy(update={"engine": config.engine.model_copy(update=plain)})

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxspec.commands.common import at_least, template_argument
+from jaxspec.commands.common import at_least, check_sampling, template_argument
 
 _NAMED = 5  # rows that the text report names of each kind
 
@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     for name, least in (("num_slots", 1), ("max_context", 2), ("max_new_tokens", 1), ("seed", 0)):
         at_least(args, name, least)
+    check_sampling(args)
     from jaxspec.training.journal import Journal, finished, locked, partial_path
     from jaxspec.training.outputs import check_out, writing
     from jaxspec.training.records import conversations

@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from jaxspec.commands.common import add_config_arguments
+from jaxspec.commands.common import add_config_arguments, refuse_without_plan
 from jaxspec.config import ServeConfig, load_config
+
+TOPOLOGY = "v5e:2x2"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser, ServeConfig)
     planning = parser.add_argument_group("plan", "compile for TPUs that are not there, without weights; serve nothing")
     planning.add_argument("--plan", action="store_true", help="memory and estimated time of every round")
-    planning.add_argument("--tpu", metavar="TOPOLOGY", default="v5e:2x2", help="default %(default)s")
+    planning.add_argument("--tpu", metavar="TOPOLOGY", help=f"default {TOPOLOGY}")
     planning.add_argument("--cost-table", type=Path, metavar="FILE", help="where the estimated cost table goes")
 
 
@@ -22,8 +24,10 @@ def main(args: argparse.Namespace) -> int:
     if args.plan:
         from jaxspec.serving import plan
 
-        default = Path("out/plan") / f"{Path(args.config).stem}-{args.tpu.replace(':', '-')}.json"
-        return plan.plan(config, args.tpu, args.cost_table or default, lambda line: print(line, flush=True))
+        tpu = args.tpu or TOPOLOGY
+        default = Path("out/plan") / f"{Path(args.config).stem}-{tpu.replace(':', '-')}.json"
+        return plan.plan(config, tpu, args.cost_table or default, lambda line: print(line, flush=True))
+    refuse_without_plan(args, "tpu", "cost_table")
     from jaxspec.serving import main as serving  # after the check, so that a wrong key costs no second
 
     return int(serving.run(config) or 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from jaxspec.commands.common import add_config_arguments
+from jaxspec.commands.common import add_config_arguments, refuse_without_plan
 from jaxspec.config import TrainConfig, load_config
 
 
@@ -21,6 +21,7 @@ def main(args: argparse.Namespace) -> int:
         from jaxspec.training.plan import plan
 
         return plan(config, args.tpu, lambda line: print(line, flush=True))
+    refuse_without_plan(args, "tpu")
     from jaxspec.training import pod
 
     pod.join(config.mesh)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import ValidationError
 
-from jaxspec.config.schema import FORMAT_VERSION, Section, section_of, walk
+from jaxspec.config.schema import FORMAT_VERSION, LARGEST, Section, section_of, walk
 from jaxspec.config.text import expected_of
 from jaxspec.errors import ConfigError
 
@@ -111,9 +111,21 @@ def build(model: type[Config], data: Mapping[str, Any]) -> Config:
         name: {} for name, field in model.model_fields.items() if section_of(field) and data.get(name, 0) is None
     }
     try:
-        return model.model_validate({**data, **empty})
+        config = model.model_validate({**data, **empty})
     except ValidationError as error:
         raise ConfigError("; also ".join(dict.fromkeys(_explain(model, item) for item in error.errors()))) from error
+    _check_sizes(config)
+    return config
+
+
+def _check_sizes(section: Section, prefix: str = "") -> None:
+    """Whole numbers become int32 somewhere: counters of steps, shapes, positions. A key's own limits come first."""
+    for name, value in section:
+        if isinstance(value, Section):
+            _check_sizes(value, f"{prefix}{name}.")
+        for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, int) and not isinstance(one, bool) and one > LARGEST and name != "seed":
+                raise ConfigError(f"{prefix}{name}: found {one}, expected at most {LARGEST}")
 
 
 def render(config: Section) -> str:

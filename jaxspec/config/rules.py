@@ -6,7 +6,9 @@ holds every value and loads back to itself. `check_*` run on the validated secti
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.config import eagle_rules, feature_rules, presets
@@ -15,7 +17,7 @@ from jaxspec.errors import ConfigError
 
 if TYPE_CHECKING:
     from jaxspec.config.serve import EngineSection, ServeConfig
-    from jaxspec.config.train import DrafterSection, TrainConfig
+    from jaxspec.config.train import DrafterSection, RunSection, TrainConfig
 
 # DFlash paper, appendix on training: gamma by block size. DSpark: DeepSpec's training defaults.
 _DFLASH_GAMMA = ((16, 7.0), (10, 5.0), (0, 4.0))
@@ -44,6 +46,7 @@ _OBJECTIVE_DEFAULTS: dict[str, dict[str, Any]] = {
     "dspark": {"ce_alpha": 0.1, "l1_alpha": 0.9},
     **eagle_rules.OBJECTIVE_DEFAULTS,
 }
+RUN_FOLDERS = ("best", "checkpoints", "tensorboard")  # in a run's directory
 _DFLASH_FAMILY = ("dflash", "dflash2", "dflare")
 # keys that belong to one method: anywhere else only their neutral value (0, false) makes sense
 _ONLY_DFLASH2 = {
@@ -229,6 +232,17 @@ def _check_attention(drafter: DrafterSection) -> None:
         )
 
 
+def _check_export(run: RunSection) -> None:
+    """The export is a folder of its own: it may lie in the run's, but not where the run writes."""
+    if run.export is None:
+        return
+    export, directory = (Path(os.path.abspath(place)) for place in (run.export, run.directory))
+    inside = export.relative_to(directory).parts if export.is_relative_to(directory) else None
+    if directory.is_relative_to(export) or (inside and inside[0] in RUN_FOLDERS):
+        why = f"the run writes to {run.directory}, and the export to {run.export}"
+        raise contradiction("run.export", "run.directory", why, "give the export a folder of its own")
+
+
 def check_train(config: TrainConfig) -> None:
     """Contradictions between sections of a training config."""
     _check_objective(config)
@@ -239,6 +253,7 @@ def check_train(config: TrainConfig) -> None:
             "run.steps, run.epochs and run.seconds: all three are missing, expected at least one limit; "
             "set one, for example run.epochs=6"
         )
+    _check_export(run)
     optimizer = config.optimizer
     if run.steps is None and run.epochs is None and (optimizer.schedule == "cosine" or optimizer.warmup_ratio > 0):
         raise contradiction(

@@ -14,6 +14,7 @@ from jaxspec.errors import ConfigError
 
 MAX_LAYERS = 1000  # of a drafter
 FORMAT_VERSION = 1
+LARGEST = 2**31 - 1  # of a whole number
 
 
 class Section(BaseModel):

@@ -193,7 +193,7 @@ class RunSection(Section):
     steps: int | None = key(None, "optimizer steps; the first limit that is reached ends the run", ge=1)
     epochs: int | None = key(None, "passes over the data", ge=1)
     seconds: float | None = key(None, "wall-clock budget of the training loop", gt=0)
-    seed: int = key(42, "seed of initialisation, order and anchors", ge=0)
+    seed: int = key(42, "seed of initialisation, order and anchors", ge=0, lt=2**32)
     fresh: bool = key(False, "start anew although the directory holds a run")
     checkpoint_every: int = key(200, "steps between checkpoints; 0 saves only at the end", ge=0)
     checkpoint_seconds: float | None = key(None, "save after so many seconds without a checkpoint too", gt=0)

@@ -12,11 +12,11 @@ def read_prompts(path: Path, field: str) -> list[str]:
     """The "prompt" of every line. Raises DataError naming `field`, the file and the line."""
     where = f"{field} {path}"
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{where}: found no readable text ({error}), expected JSONL") from error
     prompts = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(text.split("\n"), 1):  # a JSON string may hold U+2028: no splitlines
         if not line.strip():
             continue
         try:

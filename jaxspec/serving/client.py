@@ -182,8 +182,25 @@ def _request(prompt: Prompt, request_id: str, priority: int | None, sampling: Ma
         given = {name: value for name, value in sampling.items() if value is not None}
         request.sampling.CopyFrom(pb.SamplingParameters(**given))
     except (TypeError, ValueError) as error:  # UnicodeEncodeError is a ValueError
-        raise RequestError(problem("request", action=f"it does not fit the wire format: {error}")) from error
+        raise RequestError(
+            problem(_misfit(sampling, priority), action=f"it does not fit the wire format: {error}")
+        ) from error
+
     return request
+
+
+def _misfit(sampling: Mapping[str, Any], priority: int | None) -> str:
+    """The first field whose value its message cannot hold."""
+    for name, value in sampling.items():
+        try:
+            pb.SamplingParameters(**{name: value})
+        except (TypeError, ValueError):
+            return name
+    try:
+        pb.GenerateRequest(priority=priority)
+    except (TypeError, ValueError):
+        return "priority"
+    return "request"
 
 
 def _readable(error: grpc.RpcError, address: str) -> JaxspecError:
@@ -307,9 +324,10 @@ def _print_file(client: Client, args: argparse.Namespace) -> int:
     if args.concurrency < 1:
         raise RequestError(problem("--concurrency", args.concurrency, "at least 1"))
     try:
-        lines = args.file.read_text(encoding="utf-8").splitlines()
+        text = args.file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(problem("--file", str(args.file), "a readable JSONL file", str(error))) from error
+    lines = text.split("\n")  # a JSON string may hold U+2028: no splitlines
     jobs = [_job(args.file, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     defaults = _sampling(args)
 

@@ -17,6 +17,7 @@ from rich.console import Console
 from jaxspec.checkpoints.drafter import Draft, check_export_folder, save_drafter
 from jaxspec.checkpoints.target import Target
 from jaxspec.config import TrainConfig, render
+from jaxspec.config.schema import contradiction
 from jaxspec.drafters.base import Shared
 from jaxspec.drafters.eagle import Eagle
 from jaxspec.drafters.eagle3 import Eagle3
@@ -100,6 +101,7 @@ def run(
         if pod.chief():
             run_directory.check(place, config.run.fresh)
         placement = choose(config.mesh, config.optimizer.batch_size, devices or jax.devices())
+        attention = _anchor_attention(config, placement)
         prepared = _prepare(config, target, reporter, placement)
         lock = run_directory.locked(place) if pod.chief() else contextlib.nullcontext()
         with lock, run_directory.writing(place):
@@ -110,7 +112,7 @@ def run(
             pod.together("the run directory is there")
             checkpoints = Checkpoints(place / "checkpoints", config.run.keep, config.run.keep_every)
             try:
-                with attention_over(_anchor_attention(config, placement)):
+                with attention_over(attention):
                     report = _train(prepared, checkpoints, evaluate, stop, placement)
             finally:
                 prepared.features.close()
@@ -123,9 +125,15 @@ def run(
 
 
 def _anchor_attention(config: TrainConfig, placement: Placement) -> str:
-    """A CPU has no kernel of its own: `auto` is the reference there."""
-    asked = config.run.anchor_attention
-    return "reference" if asked == "auto" and placement.mesh.devices.flat[0].platform == "cpu" else asked
+    """A CPU has no kernel of its own: `auto` is the reference there. Raises ConfigError for one that cannot run."""
+    asked, platform = config.run.anchor_attention, placement.mesh.devices.flat[0].platform
+    if asked in ("tpu", "gpu") and platform != asked:
+        found = f"{asked}, on a {platform.upper()}"
+        raise ConfigError(problem("run.anchor_attention", found, "auto, reference or the device's own"))
+    if asked == "gpu" and config.drafter.dtype == "float32":
+        why = "the GPU's kernel has no float32"
+        raise contradiction("run.anchor_attention", "drafter.dtype", why, "use bfloat16, auto or reference")
+    return "reference" if asked == "auto" and platform == "cpu" else asked
 
 
 def _prepare(config: TrainConfig, target: Target | None, reporter: Reporter, placement: Placement) -> _Run:

@@ -59,5 +59,5 @@ def test_a_failed_maker_leaves_room_for_the_next(tmp_path: Path) -> None:
 
 def test_unwritable_cache_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="expected a writable cache; pass another cache_dir"):
+    with pytest.raises(CheckpointError, match="expected a writable cache; set XDG_CACHE_HOME"):
         made_once(tmp_path / "file" / "x", lambda directory: None)

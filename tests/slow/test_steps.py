@@ -24,7 +24,7 @@ from tests.slow.identical import Record, printing
 from tests.slow.test_soak import COVERS
 
 STEPS, EACH, WARM, SEED = 20_000, 1_000, 3, 1
-SLOTS, PAGES = 8, 60
+SLOTS, PAGES = 8, 48
 MEGABYTES = 8.0  # that resident memory may grow by between the first samples and the last
 DRIFT = 0.03  # between the acceptance of the first and the last samples; three standard errors are about 0.02
 

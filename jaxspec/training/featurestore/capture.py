@@ -130,6 +130,7 @@ def capture_shards(
       DataError: it cannot be written, another capture writes there, or a feature is no number.
     """
     require()
+    storage.check_ours((MANIFEST, CAPTURE), "a folder of jaxspec capture")
     record = about | {"shard_examples": shard_examples}
     finished = storage.read(MANIFEST)
     if finished is not None:

@@ -55,6 +55,7 @@ class Spool:
     def __init__(self, storage: Storage, about: dict[str, Any], limit: int, lease_seconds: float):
         self.storage, self.about, self.limit, self._lease_seconds = storage, about, limit, lease_seconds
         self.layout = layout_of(about)
+        storage.check_ours((_ABOUT,), "a spool")
         self.name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         if not storage.create(_ABOUT, (json.dumps(about, indent=1) + "\n").encode()):
             check(read_json(storage.read(_ABOUT), f"{storage}/{_ABOUT}"), about, f"{storage}/{_ABOUT}")

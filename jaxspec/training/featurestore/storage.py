@@ -50,6 +50,14 @@ class Storage:
         found = (entry.name for entry in os.scandir(self.root) if not entry.name.startswith("."))
         return sorted(name for name in found if name.startswith(prefix) and name.endswith(suffix))
 
+    def check_ours(self, names: tuple[str, ...], what: str) -> None:
+        """Raises DataError for a folder that holds something, and none of these."""
+        if self.root.exists() and not self.root.is_dir():
+            raise DataError(problem("features.path", f"the file {self}", f"{what}, or a free place"))
+        found = self.names()
+        if found and not set(found) & set(names):
+            raise DataError(problem("features.path", f"{self} with {found[0]!r} in it", f"{what}, or a free place"))
+
     def exists(self, name: str) -> bool:
         """Whether the object is there, whole."""
         return (self.root / name).is_file()
