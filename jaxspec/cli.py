@@ -125,7 +125,8 @@ def _fill(parser: argparse.ArgumentParser, module: str) -> None:
 def _run(module: str, args: argparse.Namespace) -> int:
     try:
         code = importlib.import_module(module).main(args)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by whoever started this
+            sys.stdout.flush()
         return int(code or 0)
     except JaxspecError as error:
         if getattr(args, "debug", False):

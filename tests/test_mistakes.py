@@ -17,7 +17,8 @@ from jaxspec.checkpoints.target import load_target
 from jaxspec.config import ServeConfig, TrainConfig, load_config
 from jaxspec.errors import CheckpointError, ConfigError, DataError, RequestError
 from jaxspec.evaluation.prompts import read_prompts
-from jaxspec.serving.client import _request
+from jaxspec.parallel.mesh import tpu_devices
+from jaxspec.serving.client import _job, _request
 from jaxspec.training import main as training
 from jaxspec.training.featurestore.storage import Storage
 from tests.helpers.process import run_python
@@ -212,3 +213,75 @@ def test_weights_that_were_cut_to_integers_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((draft / "config.json").read_text())
     with pytest.raises(CheckpointError, match=r"tensor 'fc\.weight': found int32 values, expected floats"):
         load_drafter(tmp_path, load_target(GOLDEN / "targets" / "q3a", dtype="float32"))
+
+
+# -- what a second user met -------------------------------------------------------------------------------------------
+
+
+def test_one_stop_string_is_not_its_letters() -> None:
+    assert list(_request("x", "id", None, {"stop": "abc"}).sampling.stop) == ["abc"]
+    assert list(_request("x", "id", None, {"stop": ["a", "bc"]}).sampling.stop) == ["a", "bc"]
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ({"messages": [1]}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages"),
+        ({"token_ids": ["a"]}, "token_ids"),
+        ({"token_ids": [True]}, "token_ids"),
+    ],
+)
+def test_a_clients_line_names_its_wrong_field(line: dict[str, Any], named: str, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=rf"p\.jsonl, line 3, {named}: "):
+        _job(tmp_path / "p.jsonl", 3, json.dumps(line))
+    assert _job(tmp_path, 1, '{"prompt": "x", "sampling": {"stop": "abc"}}')["sampling"] == {"stop": ["abc"]}
+
+
+@pytest.mark.parametrize("seconds", ["nan", "-1", "0", "inf", "1e300"])
+def test_a_time_limit_is_a_number_of_seconds(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "error: --timeout: found" in refused(capsys, "client", "--timeout", seconds, "x")
+
+
+@pytest.mark.parametrize("shape", ["0x2", "2x0", "2x-2", "x", "2x", "2.5x2"])
+def test_a_topology_has_whole_sides(shape: str) -> None:
+    with pytest.raises(ConfigError, match="--tpu: found v5e:"):
+        tpu_devices(f"v5e:{shape}")
+
+
+def test_sizes_that_no_machine_holds_are_refused_with_their_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match=r"^drafter\.block_size: found 1025, expected .*1024"):
+        load_config(TrainConfig, None, [*RUN, "drafter.block_size=1025"])
+    for key, most in (("max_context", 2**24), ("prefill_chunk", 2**20), ("num_slots", 2**16)):
+        with pytest.raises(ConfigError, match=rf"^engine\.{key}: found {most + 1}, expected .*{most}"):
+            load_config(ServeConfig, None, ["target.source=a", f"engine.{key}={most + 1}"])
+    asked = ["generate", "--target", "/absent", "--max-context", str(10**12), "x"]
+    assert f"--max-context: found {10**12}, expected 2 to {2**24}" in refused(capsys, *asked)
+
+
+def test_a_server_whose_platform_does_not_start_says_so_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text(f"version: 1\ntarget: {{source: {GOLDEN / 'targets' / 'q3a'}}}\n")
+    serve = ["-m", "jaxspec", "serve", "--config", str(tmp_path / "x.yaml"), "server.port=0"]
+    done = run_python(*serve, JAX_PLATFORMS="cuda", XLA_FLAGS=None)
+    assert done.returncode == 2 and "JAX_PLATFORMS: found cuda, which does not start" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and "listening" not in done.stdout + done.stderr
+
+
+def test_a_target_of_integers_is_refused(tmp_path: Path) -> None:
+    target = GOLDEN / "targets" / "q3a"
+    for file in target.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (file,) = tmp_path.glob("*.safetensors")
+    tensors = load_file(file)
+    save_file({**tensors, "model.norm.weight": tensors["model.norm.weight"].astype(np.int8)}, file)
+    with pytest.raises(CheckpointError, match=r"tensor 'model\.norm\.weight': found int8 values, expected floats"):
+        load_target(tmp_path, dtype="float32")
+
+
+def test_an_export_over_somebody_elses_file_names_the_key(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    config = world.config(tmp_path / "run", tmp_path / "absent.npz", run__export=str(tmp_path / "file"))
+    with pytest.raises(CheckpointError, match=r"^run\.export: .*found a file"):
+        training.run(config, target=world.target())

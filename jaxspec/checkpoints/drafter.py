@@ -23,7 +23,7 @@ from jaxspec.checkpoints.atomic import check_replaceable
 from jaxspec.checkpoints.coverage import ignorable
 from jaxspec.checkpoints.hub import locate
 from jaxspec.checkpoints.placing import place
-from jaxspec.checkpoints.store import TensorFolder, match, read_config, write_folder
+from jaxspec.checkpoints.store import TensorFolder, check_floats, match, read_config, write_folder
 from jaxspec.checkpoints.target import Target, float_dtype
 from jaxspec.checkpoints.vocab_map import D2T, T2D, check_vocab_map
 from jaxspec.drafters.base import Shared
@@ -152,8 +152,8 @@ def own_names(folder: TensorFolder) -> dict[str, str]:
 
 def _leaf(folder: TensorFolder, stored: str, dtype: Any) -> jax.Array:
     value = folder.read(stored)
-    if jnp.issubdtype(dtype, jnp.floating) and not jnp.issubdtype(value.dtype, jnp.floating):
-        raise CheckpointError(f"{folder.directory}: tensor {stored!r}: found {value.dtype} values, expected floats")
+    if jnp.issubdtype(dtype, jnp.floating):
+        check_floats(folder, stored)
     kept = value.astype(dtype, copy=False)
     if not jnp.issubdtype(dtype, jnp.floating) and not np.array_equal(kept, value):
         raise CheckpointError(
@@ -173,6 +173,7 @@ def _shareable(
         _log.info("%s: shared with the target (its file has none)", what)
         return None
     spread = theirs.sharding if isinstance(theirs.sharding, jax.sharding.NamedSharding) else None
+    check_floats(folder, stored)
     name, shape = stored, folder.shape(stored)
     value = place(lambda index: folder.read_part(name, index).astype(dtype, copy=False), shape, spread)
     if theirs.dtype == value.dtype and bool(jnp.array_equal(value, theirs)):

@@ -84,7 +84,11 @@ def convert_gguf(path: str | os.PathLike[str], out_dir: str | os.PathLike[str]) 
     reader = _open(path)
     fields = _fields(reader)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    config = _config(path, fields, tensors)
+    try:
+        config = _config(path, fields, tensors)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        found = f"found fields of another kind ({error})"
+        raise CheckpointError(f"{path}: metadata: {found}, expected what llama.cpp's converter writes") from error
     named = {_hf_name(path, name, config): tensor for name, tensor in tensors.items() if name != _ROPE_FACTORS}
     weights = {name: _lazy(named[name], _row_order(name, config)) for name in _in_layer_order(named)}
     files = tokenizer_files(
@@ -129,19 +133,21 @@ def _config(path: Path, fields: dict[str, Any], tensors: dict[str, Any]) -> dict
                 "only)"
             )
 
-    def need(key: str) -> Any:
-        if f"{arch}.{key}" not in fields:
-            raise CheckpointError(f"{path}: {arch}.{key}: found none, expected a number")
-        return fields[f"{arch}.{key}"]
+    def number(key: str, kind: Any, default: Any = None) -> Any:
+        value = fields.get(f"{arch}.{key}", default)
+        if not isinstance(value, kind) or isinstance(value, bool) or not value > 0:
+            found = "none" if value is None else "a list" if isinstance(value, list) else repr(value)
+            raise CheckpointError(f"{path}: {arch}.{key}: found {found}, expected a number above 0 for all layers")
+        return value
 
     if "token_embd.weight" not in tensors:
         raise CheckpointError(f"{path}: found no tensor token_embd.weight, expected the embedding")
-    hidden, heads = need("embedding_length"), need("attention.head_count")
-    kv_heads = fields.get(f"{arch}.attention.head_count_kv", heads)
-    if not isinstance(heads, int) or not isinstance(kv_heads, int):
-        raise CheckpointError(f"{path}: {arch}.attention.head_count: found a list, expected one number for all layers")
-    head_dim = fields.get(f"{arch}.attention.key_length") or hidden // heads
-    rotary = fields.get(f"{arch}.rope.dimension_count", head_dim)
+    if len(tensors["token_embd.weight"].shape) != 2:
+        raise CheckpointError(f"{path}: token_embd.weight: found one axis, expected [vocabulary, width]")
+    hidden, heads = number("embedding_length", int), number("attention.head_count", int)
+    kv_heads = number("attention.head_count_kv", int, heads)
+    head_dim = number("attention.key_length", int, max(hidden // heads, 1))
+    rotary = number("rope.dimension_count", int, head_dim)
     if rotary != head_dim:
         raise CheckpointError(
             f"{path}: {arch}.rope.dimension_count: found {rotary}, expected the head dimension {head_dim}"
@@ -151,15 +157,15 @@ def _config(path: Path, fields: dict[str, Any], tensors: dict[str, Any]) -> dict
         "model_type": arch,
         "vocab_size": int(tensors["token_embd.weight"].shape[1]),
         "hidden_size": hidden,
-        "intermediate_size": need("feed_forward_length"),
-        "num_hidden_layers": need("block_count"),
+        "intermediate_size": number("feed_forward_length", int),
+        "num_hidden_layers": number("block_count", int),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": need("context_length"),
-        "rms_norm_eps": _short(need("attention.layer_norm_rms_epsilon")),
-        "rope_theta": _short(fields.get(f"{arch}.rope.freq_base", 10000.0)),
+        "max_position_embeddings": number("context_length", int),
+        "rms_norm_eps": _short(number("attention.layer_norm_rms_epsilon", _NUMBER)),
+        "rope_theta": _short(number("rope.freq_base", _NUMBER, 10000.0)),
         "rope_scaling": _rope_scaling(path, arch, fields, tensors, head_dim),
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors and arch != "qwen2",
@@ -173,6 +179,9 @@ def _config(path: Path, fields: dict[str, Any], tensors: dict[str, Any]) -> dict
     else:
         config |= {"use_sliding_window": False, "sliding_window": None}
     return config
+
+
+_NUMBER = (int, float)
 
 
 def _short(value: float) -> float:

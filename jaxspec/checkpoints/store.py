@@ -219,3 +219,11 @@ def write_folder(
                 content = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
             (fresh / name).write_bytes(content.encode() if isinstance(content, str) else content)
     return Path(directory)
+
+
+def check_floats(folder: TensorFolder, name: str) -> None:
+    """Raises CheckpointError for a tensor of whole numbers: weights that were cut to integers are no weights."""
+    if folder.dtype(name).kind in "biu":
+        raise CheckpointError(
+            f"{folder.directory}: tensor {name!r}: found {folder.dtype(name)} values, expected floats"
+        )

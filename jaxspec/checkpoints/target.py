@@ -17,7 +17,7 @@ from jaxspec.checkpoints.cache import converted_gguf
 from jaxspec.checkpoints.hub import Located, locate
 from jaxspec.checkpoints.lora import Adapter
 from jaxspec.checkpoints.placing import Shardings, layer_groups, place, same_values, stack
-from jaxspec.checkpoints.store import TensorFolder, match, read_config, read_json
+from jaxspec.checkpoints.store import TensorFolder, check_floats, match, read_config, read_json
 from jaxspec.errors import CheckpointError, ConfigError, problem
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Decoder
@@ -192,6 +192,8 @@ def _params(
         match(expected, found, where=str(folder.directory))
 
     def one(name: str) -> Any:
+        check_floats(folder, name)
+
         def read(index: tuple[slice, ...]) -> np.ndarray:
             part = folder.read_part(name, index)
             if adapter is not None and name in adapter.matrices:

@@ -9,9 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.commands.common import check_sampling
+from jaxspec.config.schema import MAX_BLOCK, MAX_CONTEXT, MAX_SLOTS
 from jaxspec.errors import DataError, RequestError
 from jaxspec.evaluation.prompts import read_prompts
 from jaxspec.serving.terminal import context_note, read_prompt
+
+_LIMITS = {
+    "num_slots": (1, MAX_SLOTS),
+    "max_context": (2, MAX_CONTEXT),
+    "num_proposals": (1, MAX_BLOCK),
+    "tree_nodes": (1, MAX_BLOCK),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,9 +61,10 @@ def main(args: argparse.Namespace) -> int:
         raise DataError(
             f"--stream: found {len(prompts)} prompts{' and --json' if args.json else ''}, expected one prompt as text"
         )
-    for name, least in {"num_slots": 1, "max_context": 2, "num_proposals": 1, "tree_nodes": 1}.items():
-        if getattr(args, name) is not None and getattr(args, name) < least:
-            raise RequestError(f"--{name.replace('_', '-')}: found {getattr(args, name)}, expected at least {least}")
+    for name, (least, most) in _LIMITS.items():
+        value = getattr(args, name)
+        if value is not None and not least <= value <= most:
+            raise RequestError(f"--{name.replace('_', '-')}: found {value}, expected {least} to {most}")
     check_sampling(args)
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos")
     sampling = {name: getattr(args, name) for name in names}

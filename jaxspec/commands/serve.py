@@ -28,6 +28,9 @@ def main(args: argparse.Namespace) -> int:
         default = Path("out/plan") / f"{Path(args.config).stem}-{tpu.replace(':', '-')}.json"
         return plan.plan(config, tpu, args.cost_table or default, lambda line: print(line, flush=True))
     refuse_without_plan(args, "tpu", "cost_table")
-    from jaxspec.serving import main as serving  # after the check, so that a wrong key costs no second
+    import jax  # after the check, so that a wrong key costs no second
 
+    from jaxspec.serving import main as serving
+
+    jax.devices()  # what does not start is said here, not by the thread that loads
     return int(serving.run(config) or 0)

@@ -13,6 +13,10 @@ from pydantic_core import PydanticUndefined
 from jaxspec.errors import ConfigError
 
 MAX_LAYERS = 1000  # of a drafter
+MAX_BLOCK = 1024  # rows of a draft block
+MAX_CONTEXT = 2**24  # tokens of a request
+MAX_CHUNK = 2**20  # prompt rows of a round
+MAX_SLOTS = 2**16
 FORMAT_VERSION = 1
 LARGEST = 2**31 - 1  # of a whole number
 

@@ -7,19 +7,19 @@ from typing import Any, Literal
 from pydantic import field_validator, model_validator
 
 from jaxspec.config import rules
-from jaxspec.config.schema import FORMAT_VERSION, Section, key
+from jaxspec.config.schema import FORMAT_VERSION, MAX_CHUNK, MAX_CONTEXT, MAX_SLOTS, Section, key
 from jaxspec.config.train import TargetSection
 
 
 class EngineSection(Section):
     """Slots, shapes, pages and what requests may ask for; all of it is fixed at start-up and compiled once."""
 
-    num_slots: int = key(8, "requests decoded together", ge=1)
+    num_slots: int = key(8, "requests decoded together", ge=1, le=MAX_SLOTS)
     slot_buckets: tuple[int, ...] = key(
         (), "smaller numbers of slots (of a data shard) to compile for; empty is 1, 4, 16 …", strict=False
     )
-    max_context: int = key(2048, "longest prompt + output of a request, in tokens", ge=2)
-    prefill_chunk: int = key(64, "prompt rows of a round", ge=1)
+    max_context: int = key(2048, "longest prompt + output of a request, in tokens", ge=2, le=MAX_CONTEXT)
+    prefill_chunk: int = key(64, "prompt rows of a round", ge=1, le=MAX_CHUNK)
     prefill_pieces: int = key(4, "prompts that share the prompt rows of a round", ge=1)
     page_size: int = key(16, "positions of a cache page", ge=1)
     num_pages: int | None = key(None, "cache pages; null is enough for every slot's max_context", ge=2)

@@ -37,7 +37,7 @@ def _type_text(annotation: Any, names: dict[Any, str], joiner: str) -> str:
 
 def _limits(field: FieldInfo) -> str:
     parts = [
-        f"{sign} {getattr(rule, name):g}"
+        f"{sign} {value}" if isinstance(value := getattr(rule, name), int) else f"{sign} {value:g}"
         for rule in field.metadata
         for name, sign in _LIMITS.items()
         if getattr(rule, name, None) is not None

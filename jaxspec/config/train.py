@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import model_validator
 
 from jaxspec.config import rules
-from jaxspec.config.schema import FORMAT_VERSION, MAX_LAYERS, Section, key, required
+from jaxspec.config.schema import FORMAT_VERSION, MAX_BLOCK, MAX_LAYERS, Section, key, required
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -31,7 +31,9 @@ class DrafterSection(Section):
     method: Literal["dflash", "dflash2", "dflare", "dspark", "eagle", "eagle3"] = required("drafter method")
     source: str | None = key(None, "drafter checkpoint whose weights the training starts from", min_length=1)
     num_layers: int = key(5, "decoder layers of the drafter", shown="dflare 7, eagle 1, else 5", ge=1, le=MAX_LAYERS)
-    block_size: int = key(16, "rows of a draft block, anchor row included", shown="dspark 7, eagle 1, else 16", ge=1)
+    block_size: int = key(
+        16, "rows of a draft block, anchor row included", shown="dspark 7, eagle 1, else 16", ge=1, le=MAX_BLOCK
+    )
     mask_token_id: int | None = key(None, "id that fills the open rows; null takes the target's known spare id", ge=0)
     target_layer_ids: tuple[int, ...] | None = key(
         None,

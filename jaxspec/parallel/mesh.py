@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -148,7 +149,7 @@ def tpu_devices(topology: str) -> Sequence[Any]:
     Raises ConfigError for a kind that is unknown, a shape that there is not, and where libtpu is missing.
     """
     kind, _, shape = topology.partition(":")
-    if kind not in CHIPS or not shape:
+    if kind not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape):  # libtpu dies of a 0
         raise ConfigError(
             problem("--tpu", f"found {topology}", f"one of {', '.join(CHIPS)} and a shape, for example v5e:2x2")
         )

@@ -41,6 +41,7 @@ _SAMPLING = (
     *("n", "logprobs", "prompt_logprobs", "grammar"),
 )
 
+_LONGEST = 1e9  # seconds of a call
 Prompt = Any  # str | Sequence[int] | Sequence[Mapping[str, str]], told apart at run time
 
 
@@ -180,6 +181,8 @@ def _request(prompt: Prompt, request_id: str, priority: int | None, sampling: Ma
         else:
             request.token_ids.CopyFrom(pb.TokenIds(ids=list(prompt)))
         given = {name: value for name, value in sampling.items() if value is not None}
+        if isinstance(given.get("stop"), str):  # one string, not its letters
+            given["stop"] = [given["stop"]]
         request.sampling.CopyFrom(pb.SamplingParameters(**given))
     except (TypeError, ValueError) as error:  # UnicodeEncodeError is a ValueError
         raise RequestError(
@@ -254,6 +257,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Runs `jaxspec client`: 0, 2 with one line on stderr for an error, 130 after Ctrl-C."""
     try:
+        if args.timeout is not None and not 0 < args.timeout <= _LONGEST:
+            expected = f"a number of seconds, above 0 and at most {_LONGEST:g}; leave it out for no limit"
+            raise RequestError(problem("--timeout", args.timeout, expected))
         with Client(args.address) as client:
             if args.info or args.status:
                 return _print_fields(client, args)
@@ -358,13 +364,27 @@ def _job(path: Path, number: int, line: str) -> dict[str, Any]:
     if len(prompts) != 1:
         raise RequestError(problem(where, prompts, 'an object with one of "prompt", "messages", "token_ids"'))
     sampling = job.get("sampling", {})
+    if isinstance(sampling, dict) and isinstance(sampling.get("stop"), str):
+        sampling = {**sampling, "stop": [sampling["stop"]]}
     if not isinstance(sampling, dict) or set(sampling) - set(_SAMPLING):
         expected = f"an object with keys out of {', '.join(_SAMPLING)}"
         raise RequestError(problem(f"{where}, sampling", sampling, expected))
     (name,) = prompts
     if not isinstance(job[name], str if name == "prompt" else list):
         raise RequestError(problem(f"{where}, {name}", job[name], "text" if name == "prompt" else "a list"))
+    if name == "messages" and not (job[name] and all(_is_message(one) for one in job[name])):
+        raise RequestError(problem(f"{where}, messages", repr(job[name]), 'objects with "role" and "content", texts'))
+    if name == "token_ids" and not all(isinstance(one, int) and not isinstance(one, bool) for one in job[name]):
+        raise RequestError(problem(f"{where}, token_ids", repr(job[name]), "whole numbers"))
     return {"id": job.get("id"), "input": job[name], "sampling": sampling}
+
+
+def _is_message(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and set(value) == {"role", "content"}
+        and all(isinstance(text, str) for text in value.values())
+    )
 
 
 def _sampling(args: argparse.Namespace) -> dict[str, Any]:

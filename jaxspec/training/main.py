@@ -21,7 +21,7 @@ from jaxspec.config.schema import contradiction
 from jaxspec.drafters.base import Shared
 from jaxspec.drafters.eagle import Eagle
 from jaxspec.drafters.eagle3 import Eagle3
-from jaxspec.errors import ConfigError, DataError, ResumeError, problem
+from jaxspec.errors import CheckpointError, ConfigError, DataError, ResumeError, problem
 from jaxspec.training import directory as run_directory
 from jaxspec.training import fingerprint as fp
 from jaxspec.training import memory, pod, tracking
@@ -141,7 +141,10 @@ def _prepare(config: TrainConfig, target: Target | None, reporter: Reporter, pla
     if config.run.eval_every and jax.process_count() > 1:
         raise ConfigError(problem("run.eval_every", config.run.eval_every, "0 where several processes train"))
     if pod.chief():
-        check_export_folder(_export_folder(config))
+        try:
+            check_export_folder(_export_folder(config))
+        except CheckpointError as error:
+            raise CheckpointError(f"run.export: {error}") from error
     tracking.check(config)
     target = target or load_stacked(config, placement)
     draft = load_draft(config, target, reporter.say)

@@ -134,6 +134,15 @@ def test_linear_and_yarn_scaling(tmp_path: Path) -> None:
         ),
         ({"llama.rope.dimension_count": 4}, r"rope\.dimension_count: found 4, expected the head dimension 8"),
         ({"llama.block_count": None}, r"llama\.block_count: found none"),
+        ({"llama.block_count": "one"}, r"llama\.block_count: found 'one', expected a number above 0"),
+        ({"llama.attention.head_count": 0}, r"llama\.attention\.head_count: found 0, expected a number above 0"),
+        ({"llama.embedding_length": "x"}, r"llama\.embedding_length: found 'x', expected a number above 0"),
+        ({"llama.attention.layer_norm_rms_epsilon": "x"}, r"layer_norm_rms_epsilon: found 'x', expected a number"),
+        ({"llama.rope.freq_base": "x"}, r"rope\.freq_base: found 'x', expected a number"),
+        (
+            {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": "x"},
+            r"metadata: found fields of another kind",
+        ),
         (
             {"llama.block_count": 1},
             r"found tensor 'blk\.1\.\w+\.weight', expected the tensors of a dense llama model with 1",
