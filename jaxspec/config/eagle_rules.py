@@ -58,6 +58,8 @@ def check_objective(method: str, objective: ObjectiveSection) -> None:
         neutral["ce_alpha"] = 1.0
     if method == "eagle":
         neutral["lk"] = None
+    if method != "eagle3":
+        neutral["keep_products"] = True
     neutral |= {name: 0 for owner, names in _ONLY.items() if owner != method for name in names}
     for name, value in neutral.items():
         if getattr(objective, name) != value:

@@ -113,6 +113,9 @@ class ObjectiveSection(Section):
     feature_noise: float = key(0.0, "width of the noise on the input features", shown="eagle 0.2, else 0.0", ge=0)
     ttt_length: int = key(0, "steps of the training-time test", shown="eagle3 7, else 0", ge=0)
     step_decay: float = key(0.0, "weight of each step by the one before", shown="eagle3 0.8, else 0.0", ge=0, le=1)
+    keep_products: bool = key(
+        True, "eagle3: keep what the layer's matrices gave in each step; false multiplies again, in less memory"
+    )
     chunk_blocks: int = key(128, "draft blocks per slice of the vocabulary projection; 0 is one slice", ge=0)
 
 

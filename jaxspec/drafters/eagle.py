@@ -24,10 +24,10 @@ from jaxspec.drafters.draft_tree import DraftTree, DynamicTree
 from jaxspec.drafters.eagle3 import Eagle3
 from jaxspec.drafters.eagle_config import EagleConfig
 from jaxspec.drafters.fresh import fresh_params
+from jaxspec.drafters.lookahead import Causal
 from jaxspec.drafters.recurrent import RecurrentDrafter, supervised_rows
 from jaxspec.errors import ConfigError
 from jaxspec.models import layers as ly
-from jaxspec.models.attention import DenseCausal
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import FINAL, SelfAttention
 
@@ -148,7 +148,7 @@ class Eagle(RecurrentDrafter):
         """The predicted next feature of every row; the last row's next token is 0."""
         tokens = jnp.pad(batch.input_ids[:, 1:], ((0, 0), (0, 1)))
         rows = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        return self.layer(params, shared, self.fuse(params, features), tokens, rows, DenseCausal(batch.lengths))[0]
+        return self.layer(params, shared, self.fuse(params, features), tokens, rows, Causal(batch.lengths))[0]
 
     def noisy(self, batch: Batch, key: Key[Array, ""]) -> Float[Array, "B S H"]:
         """The features with uniform noise, narrower on longer sequences."""

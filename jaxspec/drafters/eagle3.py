@@ -11,8 +11,9 @@ Checkpoints: the official / SpecForge / AngelSlim / SGLang layout (`midlayer.*`,
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -25,11 +26,10 @@ from jaxspec.drafters import losses, vocabulary
 from jaxspec.drafters.base import Batch, Shared, Terms
 from jaxspec.drafters.eagle_config import EagleConfig, default_layer_ids, explicit_layer_ids
 from jaxspec.drafters.fresh import fresh_params
-from jaxspec.drafters.lookahead import Lookahead
+from jaxspec.drafters.lookahead import Causal, Lookahead
 from jaxspec.drafters.recurrent import RecurrentDrafter, WideAttention, supervised_rows
 from jaxspec.errors import ConfigError
 from jaxspec.models import layers as ly
-from jaxspec.models.attention import DenseCausal
 from jaxspec.models.config import ModelConfig
 
 SPECFORGE, ANGELSLIM, DEEPSPEC = "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Qwen3Eagle3Model"
@@ -43,7 +43,8 @@ class Eagle3Objective:
 
     `lk` replaces it by the overlap A of the two distributions: "tv" 1 - A, "alpha" -log of each token's, "lambda" a
     mixture whose share of the cross-entropy is kl_scale * exp(-kl_decay * A). `drop_last_row` leaves out each
-    sequence's last supervised row, as DeepSpec does.
+    sequence's last supervised row, as DeepSpec does. `keep_products` keeps what the layer's matrices gave in each step
+    for the gradient, about 60 kB a token at 2,560 columns and 7 steps; without, they are multiplied again.
     """
 
     ttt_length: int = 7
@@ -53,6 +54,7 @@ class Eagle3Objective:
     kl_decay: float = 3.0
     drop_last_row: bool = True
     chunk_rows: int = 1024
+    keep_products: bool = True
 
     def __post_init__(self) -> None:
         if self.ttt_length < 1:
@@ -246,15 +248,15 @@ class Eagle3(RecurrentDrafter):
         steps, (size, length) = self.objective_config.ttt_length, batch.input_ids.shape
         ids = jnp.pad(batch.input_ids, ((0, 0), (0, steps + 1)))
         rows = jnp.broadcast_to(jnp.arange(length), (size, length))
-        first = Lookahead(DenseCausal(batch.lengths), None, None)
         states, (keys, values) = self.layer(
-            params, shared, self.fuse(params, batch.features), ids[:, 1 : length + 1], rows, first
+            params, shared, self.fuse(params, batch.features), ids[:, 1 : length + 1], rows, Causal(batch.lengths)
         )
         if steps == 1:
             return states[None]
         own = jnp.zeros((steps - 1, *keys.shape), keys.dtype)
+        kept = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if self.objective_config.keep_products else None
 
-        @jax.checkpoint
+        @functools.partial(jax.checkpoint, policy=kept)
         def step(carry: Any, index: Int[Array, ""]) -> tuple[Any, Array]:
             states, own_keys, own_values = carry
             attention = Lookahead((keys, values, batch.lengths), (own_keys, own_values), index)
@@ -282,15 +284,14 @@ class Eagle3(RecurrentDrafter):
         return jax.lax.stop_gradient({"hidden": hidden, "best": best, "normaliser": normaliser, "mask": mask})
 
     def token_terms(
-        self, params: ly.Params, shared: Shared, ids: Int[Array, "Vd"], states: Float[Array, "B C H"],
-        teacher: Float[Array, "B C Vd"], share: Float[Array, "B C"], best: Int[Array, "B C"],
+        self, ids: Int[Array, "Vd"], logits: Float[Array, "B C Vd"], teacher: Float[Array, "B C Vd"],
+        share: Float[Array, "B C"], best: Int[Array, "B C"],
     ) -> dict[str, Array]:  # fmt: skip
         """Per-row terms of a slice at one step.
 
         `teacher` is the target's softmax over the draft vocabulary alone, that of the cross-entropy; `share` is what
         its own softmax gives these tokens together, since the overlap takes its own probabilities.
         """
-        logits = self.draft_logits(params, shared, states)
         log_q = jax.nn.log_softmax(logits, axis=-1)
         overlap = jnp.sum(jnp.minimum(teacher * share[..., None], jnp.exp(log_q)), axis=-1)
         return {
@@ -302,54 +303,82 @@ class Eagle3(RecurrentDrafter):
 
     def row_terms(
         self, params: ly.Params, shared: Shared, ids: Int[Array, "Vd"], states: Float[Array, "n B S H"],
-        teacher: dict[str, Array],
-    ) -> dict[str, Array]:  # fmt: skip
-        """`token_terms` of every step [n, B, S], in slices of rows with rematerialisation: the only place where
-        [., Vd] arrays exist. Step i compares row t with the teacher's row t + i + 1, so that a slice's steps share the
-        teacher's rows but for their ends, and its logits are made once for all of them."""
+        teacher: dict[str, Array], weights: Float[Array, "n B S"],
+    ) -> tuple[Float[Array, ""] | None, dict[str, Array]]:  # fmt: skip
+        """`token_terms` of every step [n, B, S], in slices of rows: the only place where [., Vd] arrays exist. Step i
+        compares row t with the teacher's row t + i + 1, so that a slice's steps share the teacher's rows but for their
+        ends, and its logits are made once for all of them.
+
+        First of the two is the cross-entropy summed with `weights`, where that is all that is differentiated: its
+        gradient is computed beside it, from the same logits. Otherwise None: the terms have gradients, by
+        rematerialisation.
+        """
         steps, batch, length, _ = states.shape
-        each = losses.slice_width(self.objective_config.chunk_rows, batch, length)
+        chunk = self.objective_config.chunk_rows
+        each = losses.slice_width(chunk, batch, length)
         pieces = -(-length // each)
-        again: Any = jax.checkpoint if pieces > 1 else lambda function: function
-        reduced_head = shared.head[ids] if self.maps else shared.head
         index = np.arange(pieces)[:, None] * each + 1 + np.arange(each + steps - 1)
         index = np.minimum(index, length + steps - 1)  # behind the last row of the last slice nothing is read
         windows = {name: jnp.moveaxis(teacher[name][:, index], 1, 0) for name in ("hidden", "normaliser", "best")}
-        padded = jnp.pad(states, ((0, 0), (0, 0), (0, pieces * each - length), (0, 0)))
-        slices = jnp.moveaxis(padded.reshape(steps, batch, pieces, each, -1), 2, 0)
 
-        def one(states: Array, window: dict[str, Array]) -> dict[str, Array]:
+        def split(rows: Array) -> Array:
+            rows = jnp.pad(rows, [(0, 0), (0, 0), (0, pieces * each - length), *[(0, 0)] * (rows.ndim - 3)])
+            return jnp.moveaxis(rows.reshape(steps, batch, pieces, each, *rows.shape[3:]), 2, 0)
+
+        def join(slices: Array) -> Array:
+            return jnp.moveaxis(slices, 0, 2).reshape(steps, batch, pieces * each, *slices.shape[4:])[:, :, :length]
+
+        def compared(common: tuple[Array, Array], window: dict[str, Array]) -> Callable[..., dict[str, Array]]:
+            """`token_terms` of a step of this slice, given its logits and its number."""
+            ids, reduced_head = common
             logits = ly.unembed(window["hidden"], reduced_head)
             known = jax.nn.logsumexp(logits, axis=-1)
             given = jnp.exp(logits - known[..., None]), jnp.exp(known - window["normaliser"]), window["best"]
             given = jax.lax.stop_gradient(given)
 
-            def step(step_index: Array, states: Array) -> dict[str, Array]:
-                cut = [jax.lax.dynamic_slice_in_dim(x, step_index, each, axis=1) for x in given]
-                return self.token_terms(params, shared, ids, states, *cut)
+            def step(logits: Array, index: Array) -> dict[str, Array]:
+                cut = [jax.lax.dynamic_slice_in_dim(x, index, each, axis=1) for x in given]
+                return self.token_terms(ids, logits, *cut)
 
-            return jax.lax.map(lambda xs: again(step)(*xs), (jnp.arange(steps), states))
+            return step
 
-        found = jax.lax.map(lambda xs: again(one)(*xs), (slices, windows))
-        join = lambda x: jnp.moveaxis(x, 0, 2).reshape(steps, batch, pieces * each)[:, :, :length]  # noqa: E731
-        return jax.tree.map(join, found)
+        common = ids, shared.head[ids] if self.maps else shared.head
+        if self.objective_config.lk is None and chunk > 0:
+            normed = self._norm(params["norm"], states) if self.norm_output else states
+            head = params["lm_head"]["weight"] if self.own_head else shared.head
+            total, found = losses.weighed_rows(
+                compared, "ce", split(normed), split(weights), head, windows, common, self.own_head
+            )
+            return total, jax.tree.map(join, found)
+        again: Any = jax.checkpoint if pieces > 1 else lambda function: function
+
+        def one(states: Array, window: dict[str, Array]) -> dict[str, Array]:
+            terms = compared(common, window)
+            step = again(lambda index, states: terms(self.draft_logits(params, shared, states), index))
+            return jax.lax.map(lambda xs: step(*xs), (jnp.arange(steps), states))
+
+        return None, jax.tree.map(join, jax.lax.map(lambda xs: again(one)(*xs), (split(states), windows)))
 
     def loss(self, params: ly.Params, shared: Shared, batch: Batch, key: Key[Array, ""]) -> Terms:
         """Terms "ce" (over all rows), "overlap" and "log_overlap" (over rows whose teacher argmax can be drafted), one
-        number a step."""
+        number a step; and "decayed_ce", what `objective` is made of where it is the cross-entropy: one number."""
         steps, length = self.objective_config.ttt_length, batch.input_ids.shape[1]
         states, teacher = self.training_states(params, shared, batch), self.teacher(params, shared, batch)
         ids = vocabulary.target_ids(params, self.config.draft_vocab)
         draftable = vocabulary.in_draft(params, ids, self.config.model.vocab_size)
-        terms = self.row_terms(params, shared, ids, states, teacher)
         later = lambda name, by: jnp.stack([teacher[name][:, i + by : i + by + length] for i in range(steps)])  # noqa: E731
         supervised = later("mask", 0).astype(jnp.float32)  # [n, B, S]
         drafted = supervised * draftable[later("best", 1)]
+        decay = self.decay()[:, None, None]
+        decayed, terms = self.row_terms(params, shared, ids, states, teacher, drafted * decay)
         total = lambda x: jnp.sum(x, axis=(1, 2))  # noqa: E731
         weighed = lambda name: total(jnp.where(drafted > 0, terms[name] * drafted, 0.0))  # noqa: E731
         known, rows, hits = total(drafted), total(supervised), weighed("correct")
         every = jnp.where(jnp.sum(rows) > 0, float(batch.input_ids.size), 0.0) * jnp.ones(steps)
+        if decayed is None:
+            decayed = jnp.sum(self.decay() * weighed("ce"))
         return {
+            "decayed_ce": (decayed, every[0]),
             "ce": (weighed("ce"), every),
             "overlap": (weighed("overlap"), known),
             "log_overlap": (weighed("log_overlap"), known),
@@ -374,8 +403,13 @@ class Eagle3(RecurrentDrafter):
 
     def objective(self, terms: Terms) -> Float[Array, ""]:
         """Sum over the steps, decayed."""
-        decay = self.objective_config.step_decay ** jnp.arange(self.objective_config.ttt_length)
-        return jnp.sum(decay * self.step_losses(terms))
+        if self.objective_config.lk is None:
+            return losses.ratio(*terms["decayed_ce"])
+        return jnp.sum(self.decay() * self.step_losses(terms))
+
+    def decay(self) -> Float[Array, "n"]:
+        """Weight of each step."""
+        return self.objective_config.step_decay ** jnp.arange(self.objective_config.ttt_length)
 
     def trace(self, params: ly.Params, shared: Shared, batch: Batch) -> dict[str, Array]:
         """The intermediates of `loss`, unchunked (golden cases, debugging)."""

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.models.layers import unembed
 from jaxspec.parallel.training import batch_shards
 
 DPACE = ("dpace", "dpace-cumulative-confidence-only", "dpace-continuation-value-only")
@@ -106,6 +107,77 @@ def with_row_gradients(
 
     run.defvjp(forward, backward)
     return run(hidden, *rest)
+
+
+def weighed_rows(
+    compared: Callable[[Any, Any], Callable[[Array, Array], dict[str, Array]]],
+    name: str,
+    rows: Float[Array, "p n B C H"],
+    weights: Float[Array, "p n B C"],
+    head: Float[Array, "V H"],
+    slices: Any,
+    common: Any,
+    trained: bool,
+) -> tuple[Float[Array, ""], dict[str, Array]]:
+    """Sum of weights * terms[name] over all rows, and the terms [p n B C], one slice p after the other and in it one
+    step n after the other. Where a gradient is asked for, those by the rows and (`trained`) by the head are computed
+    beside the sum from the same logits, and of those nothing is kept: a sum has one cotangent, which scales both.
+
+    Args:
+      compared: of (`common`, the leaves of `slices` of one p), the terms [B C] of (logits [B C V], n).
+      slices: pytree [p ...]. Neither it nor `common`, `weights` or the terms get a gradient.
+    """
+
+    def one(head: Array, common: Any, xs: Any, slopes: bool) -> tuple[Array, dict[str, Array], Array | None]:
+        rows, weights, slice_ = xs
+        terms_of = compared(common, slice_)
+
+        def step(xs: tuple[Array, Array, Array]) -> tuple[Array, dict[str, Array], Array | None]:
+            index, rows, weight = xs
+
+            def named(logits: Array) -> tuple[Array, dict[str, Array]]:
+                terms = terms_of(logits, index)
+                return weighted_sum(terms[name], weight), terms
+
+            logits = unembed(rows, head)
+            if not slopes:
+                return *named(logits), None
+            total, pull, terms = jax.vjp(named, logits, has_aux=True)
+            return total, terms, pull(jnp.ones_like(total))[0].astype(rows.dtype)
+
+        totals, terms, found = jax.lax.map(step, (jnp.arange(rows.shape[0]), rows, weights))
+        return jnp.sum(totals), terms, found
+
+    @jax.custom_vjp
+    def run(rows: Array, head: Array, weights: Array, slices: Any, common: Any) -> tuple[Array, dict[str, Array]]:
+        totals, terms, _ = jax.lax.map(lambda xs: one(head, common, xs, False), (rows, weights, slices))
+        return jnp.sum(totals), terms
+
+    def forward(rows: Array, head: Array, weights: Array, slices: Any, common: Any) -> Any:
+        head_ = head.astype(rows.dtype)
+
+        def add(sums: tuple[Array, Array | None], xs: Any) -> Any:
+            total, terms, slopes = one(head_, common, xs, True)
+            by_rows = jax.lax.dot_general(slopes, head_, (((3,), (0,)), ((), ())))
+            by_head = sums[1]
+            if by_head is not None:
+                every = (0, 1, 2)
+                by_head += jax.lax.dot_general(
+                    slopes, xs[0], ((every, every), ((), ())), preferred_element_type=jnp.float32
+                )
+            return (sums[0] + total, by_head), (terms, by_rows)
+
+        start = jnp.zeros(()), jnp.zeros(head.shape) if trained else None
+        (total, by_head), (terms, by_rows) = jax.lax.scan(add, start, (rows, weights, slices))
+        kept = by_rows, None if by_head is None else by_head.astype(head.dtype)
+        return (total, terms), kept
+
+    def backward(kept: tuple[Array, Array | None], gradients: tuple[Array, Any]) -> tuple[Any, ...]:
+        scaled = lambda x: None if x is None else (gradients[0] * x.astype(jnp.float32)).astype(x.dtype)  # noqa: E731
+        return *map(scaled, kept), None, None, None
+
+    run.defvjp(forward, backward)
+    return run(rows, head, weights, slices, common)
 
 
 def slice_width(chunk: int, batch: int, count: int) -> int:

@@ -184,10 +184,12 @@ class Decoder:
         tokens: Int[Array, "B S"],
         taps: Sequence[Tap] = (),
         lengths: Int[Array, "B"] | None = None,
+        attention: Attention | None = None,
     ) -> DecoderOutput:
-        """Dense causal forward of whole sequences, no cache (training, capture, cache-free checks)."""
+        """Causal forward of whole sequences, no cache (training, capture, cache-free checks); `attention` in place of
+        the dense one must be causal and know the lengths itself."""
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        return self.forward(params, tokens, positions, DenseCausal(lengths), None, taps)
+        return self.forward(params, tokens, positions, attention or DenseCausal(lengths), None, taps)
 
     def truncated(self, params: ly.Params, taps: Sequence[Tap]) -> tuple[Decoder, ly.Params]:
         """The decoder up to the deepest of `taps`, and its share of the parameters (layers listed or stacked).

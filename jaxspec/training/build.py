@@ -136,7 +136,7 @@ def with_objective(drafter: Any, section: ObjectiveSection) -> Drafter:
 
 def _eagle_objective(base: EagleObjective | Eagle3Objective, section: ObjectiveSection) -> Any:
     if isinstance(base, Eagle3Objective):
-        names = ("ttt_length", "step_decay", "lk", "kl_scale", "kl_decay")
+        names = ("ttt_length", "step_decay", "lk", "kl_scale", "kl_decay", "keep_products")
         given = {name: getattr(section, name) for name in names}
     else:
         given = {

@@ -6,15 +6,30 @@ padding are what the target makes of them, stored ones are zero: nothing reads e
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxspec.drafters.base import Drafter
 from jaxspec.models.decoder import Decoder
 from jaxspec.training.featurestore.codec import dequantise
+from pallas_kernels.anchor_attention.api import anchor_attention
 
 __all__ = ["capture", "step_features"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Causal:
+    """Causal attention [B, S] by the kernels of the drafter's blocks: a row is a block of its own, anchored at itself.
+    No array of S x S exists where a kernel runs."""
+
+    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, cache: Any, window: Any) -> tuple[jax.Array, Any]:
+        places = jnp.broadcast_to(jnp.arange(q.shape[1]), q.shape[:2])
+        rows, keys, values = (x[:, :, None] for x in (q, k, v))
+        out = anchor_attention(rows, k, v, keys, values, places, jnp.ones_like(places, bool), window)
+        return out[:, :, 0], cache
 
 
 def capture(
@@ -31,7 +46,7 @@ def capture(
       features [B, S, T*H], raw residual stream at the drafter's taps; teacher_hidden [B, S, H] after the final norm,
       in the target's dtype, or None when the drafter's loss reads none. No gradient reaches the target.
     """
-    output = model.forward_sequences(target_params, input_ids, drafter.taps)
+    output = model.forward_sequences(target_params, input_ids, drafter.taps, attention=Causal())
     features = jax.lax.stop_gradient(output.features).astype(dtype)
     teacher = jax.lax.stop_gradient(output.hidden) if drafter.needs_teacher else None
     return features, teacher

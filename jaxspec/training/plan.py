@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from jaxspec.checkpoints.shapes import target_shape
 from jaxspec.config import TrainConfig
+from jaxspec.config.eagle_rules import EAGLE
 from jaxspec.drafters.base import Shared
 from jaxspec.errors import ConfigError, problem
 from jaxspec.models.layers import stack_layers
@@ -213,4 +214,8 @@ def advice(config: TrainConfig, found: Plan | None, devices: int | None = None) 
         return f"optimizer.batch_size={half} with optimizer.accumulation={2 * config.optimizer.accumulation}"
     if config.objective.chunk_blocks == 0 or config.objective.chunk_blocks > 16:
         return f"objective.chunk_blocks={max(config.objective.chunk_blocks // 4, 16)}, the slice of the vocabulary loss"
+    if config.drafter.method == "eagle3" and config.objective.keep_products:
+        return "objective.keep_products=false, since what the layer gave in each step is kept"
+    if config.drafter.method in EAGLE:
+        return f"data.max_length={config.data.max_length // 2}"
     return f"data.num_anchors={config.data.num_anchors // 2}, or a shorter data.max_length"

@@ -348,12 +348,16 @@ def test_the_loss_is_the_papers_sum_in_plain_numpy(lk: str | None) -> None:
     assert found == pytest.approx((0.7 ** np.arange(3) * each).sum(), rel=2e-5)
 
 
-def test_the_chunk_of_the_loss_changes_nothing_and_no_step_is_detached() -> None:
-    batch = pairs.batch(TARGET, length=9)
+@pytest.mark.parametrize("kind", KINDS)
+def test_neither_the_chunk_of_the_loss_nor_what_is_kept_changes_it_and_no_step_is_detached(kind: str) -> None:
+    """In one slice (0) jax differentiates the loss; in chunks its gradient is made beside it."""
+    mask = np.ones((2, 9), bool)
+    mask[0, :3], mask[1, 4:6] = False, False
+    batch = pairs.batch(TARGET, length=9, mask=mask)
     losses, grads = [], []
-    for rows in (0, 5):
-        objective = Eagle3Objective(ttt_length=3, chunk_rows=rows)
-        drafter = pairs.eagle3(TARGET, objective_config=objective)
+    for rows, kept in ((5, True), (64, False), (0, False)):
+        objective = Eagle3Objective(ttt_length=3, chunk_rows=rows, keep_products=kept)
+        drafter = pairs.eagle3(TARGET, objective_config=objective, **KINDS[kind])
         params, shared = pairs.params_of(drafter), shared_of(drafter)
         moving, fixed = _split(params)
         value, grad = jax.jit(
@@ -362,7 +366,9 @@ def test_the_chunk_of_the_loss_changes_nothing_and_no_step_is_detached() -> None
         losses.append(float(value))
         grads.append(grad)
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-4), *grads)
+    assert losses[1] == pytest.approx(losses[2], rel=1e-6)
+    for found in grads[:2]:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-4), found, grads[2])
     # the last step's loss alone moves fc, which only step 0 reads: through every state in between
     last = jax.jit(jax.grad(lambda m: drafter.loss(_join(m, fixed), shared, batch, None)["ce"][0][-1]))(moving)
     assert float(jnp.abs(last["fc"]["weight"]).max()) > 1e-6

@@ -20,8 +20,10 @@ from jaxspec.decoding.generate import generate
 from jaxspec.decoding.request import SamplingParams
 from jaxspec.decoding.runner import SlotRunner
 from jaxspec.drafters import vocabulary
+from jaxspec.drafters.eagle3 import Eagle3Objective
 from jaxspec.errors import ConfigError
 from jaxspec.training import main
+from jaxspec.training.build import fresh_drafter
 from jaxspec.training.data import load_examples
 from jaxspec.training.progress import Reporter
 from tests.helpers.marks import REPEATS
@@ -136,6 +138,20 @@ def test_contradictory_keys_are_refused(method: str, change: dict[str, Any], mes
 
 
 def test_other_methods_have_none_of_it(tmp_path: Path) -> None:
-    for key, value in (("drafter__draft_vocab_size", 8), ("drafter__fc_norm", True), ("objective__ttt_length", 3)):
+    for key, value in (
+        ("drafter__draft_vocab_size", 8),
+        ("drafter__fc_norm", True),
+        ("objective__ttt_length", 3),
+        ("objective__keep_products", False),
+    ):
         with pytest.raises(ConfigError, match=key.replace("__", r"\.")):
             world.config(tmp_path, tmp_path / "data.npz", **{key: value})
+
+
+def test_the_objective_is_the_configs(tmp_path: Path) -> None:
+    for kept in (True, False):
+        changes = {"step_decay": 0.5, "lk": "lambda", "kl_scale": 0.5, "chunk_blocks": 8, "keep_products": kept}
+        made = config(tmp_path, tmp_path / "d.npz", "eagle3", **{f"objective__{k}": v for k, v in changes.items()})
+        drafter: Any = fresh_drafter(made, target().config)
+        expected = Eagle3Objective(3, 0.5, "lambda", 0.5, 3.0, chunk_rows=8, keep_products=kept)
+        assert drafter.objective_config == expected

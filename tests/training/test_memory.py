@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxspec.config import TrainConfig, build
 from jaxspec.training import inputs, main, memory, plan
 from jaxspec.training.state import Placement
 from tests.training import world
@@ -71,6 +72,16 @@ def test_the_advice_follows_what_is_most_of_it_and_what_there_is(tmp_path):
     assert plan.advice(config, found).startswith("mesh.fsdp=2")
     assert plan.advice(config, found, 8).startswith("mesh.fsdp=2")
     assert plan.advice(config, found, 1).startswith("target.quantization=int8")
+    work = plan.Plan(8, 1, 10, 10, 20, 40, 70, 110, 0.0, 0.0, {})  # what the step makes is most of it
+    for objective, setting in (
+        ({}, "objective.chunk_blocks=256"),
+        ({"chunk_blocks": 16}, "objective.keep_products=false"),
+        ({"chunk_blocks": 16, "keep_products": False}, "data.max_length=32"),
+    ):
+        tree = {"drafter": {"method": "eagle3"}, "objective": objective, "data": {"path": "d", "max_length": 64}}
+        tree |= {"version": 1, "target": {"source": "tiny"}, "optimizer": {"batch_size": 1}}
+        made = build(TrainConfig, tree | {"run": {"directory": "d", "steps": 1}})
+        assert plan.advice(made, work).startswith(setting)
     odd = world.config(tmp_path, tmp_path / "d", optimizer__batch_size=3)
     assert plan.advice(odd, found, 8).startswith("mesh.tensor=2")  # 3 sequences cannot be split over two
 
