@@ -147,8 +147,6 @@ def test_B14_512_tokens_one_at_a_time(world: World, method: str) -> None:
     same(plain, generate(runner, prompts, GREEDY))
     swap(runner, draft=garbage(draft).params)
     same(plain[:1], generate(runner, prompts[:1], GREEDY))
-    if method == "dflash":
-        same(plain[:1], generate(runner_for(world.target, None, 1), prompts[:1], GREEDY))
 
 
 @pytest.mark.ci
@@ -214,5 +212,5 @@ def test_B26_real_pair_on_a_reused_slot_equals_a_fresh_runner() -> None:
         len(prompt): generate(SlotRunner(target, draft, **options), [prompt], params)[0] for prompt in (long, short)
     }
     used = SlotRunner(target, draft, cache_fill=float("nan"), **options)
-    for prompt in [long, short, short, long] + [long, short] * 20:
+    for prompt in [long, short, short, long] + [long, short] * 6:
         assert generate(used, [prompt], params) == [fresh[len(prompt)]]
