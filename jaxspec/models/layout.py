@@ -96,7 +96,9 @@ def ragged_layout(
     starts = ends - lengths
     index = jnp.arange(rows, dtype=jnp.int32)
     valid = index < ends[-1]
-    requests = jnp.minimum(jnp.searchsorted(ends, index, side="right"), lengths.shape[0] - 1).astype(jnp.int32)
+    # one comparison of all: a search is a loop, which a CUDA graph cannot hold
+    owners = jnp.searchsorted(ends, index, side="right", method="compare_all")
+    requests = jnp.minimum(owners, lengths.shape[0] - 1).astype(jnp.int32)
     offsets = index - starts[requests]
     positions = jnp.where(valid, first[requests] + offsets, 0).astype(jnp.int32)
     return RaggedLayout(

@@ -180,7 +180,8 @@ def test_invariant_no_row_past_the_limit(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("method", [pytest.param("dflash", marks=REPEATS), "dspark"])
+@REPEATS
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
 def test_B35_real_models_run_clean_in_the_debug_build(method: str) -> None:
     """Every gather and scatter of the target, the drafter and the acceptance, with mixed widths at the limit."""
     target = tiny_target()

@@ -18,6 +18,7 @@ from jaxspec.decoding.trees import accept_tree
 from jaxspec.drafters.base import first_proposals
 from jaxspec.drafters.ddtree import DDTree, best_first_tree
 from jaxspec.errors import ConfigError
+from tests.helpers.marks import REPEATS
 from tests.helpers.worlds import tiny_draft, tiny_target
 
 pytestmark = pytest.mark.ci
@@ -150,7 +151,9 @@ def law_of(tokens: np.ndarray, tree: Any, table: list[np.ndarray], temperature: 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-@pytest.mark.parametrize("vocab, budget", [(2, 4), (3, 5), (4, 4)])
+@pytest.mark.parametrize(
+    "vocab, budget", [pytest.param(2, 4, marks=REPEATS), (3, 5), pytest.param(4, 4, marks=REPEATS)]
+)
 def test_B02_the_law_of_a_round_is_the_targets(temperature: float, vocab: int, budget: int) -> None:
     rng = np.random.default_rng(vocab)
     for _ in range(4):

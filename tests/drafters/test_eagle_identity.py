@@ -57,7 +57,7 @@ def world(request: pytest.FixtureRequest) -> Any:
     return target, [list(one.tokens) for one in texts(target, None)]
 
 
-OTHERS = ("eagle3-chain", "eagle3-static", "eagle-static")
+OTHERS = ("eagle3-chain", "eagle3-static", "eagle-static", "eagle2")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=REPEATS if name in OTHERS else ()) for name in BUILD])

@@ -19,16 +19,16 @@ from jaxspec.errors import ConfigError
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import flatten
 from tests.drafters import tiny
+from tests.helpers.marks import REPEATS
 from tests.models.numpy_decoder import random_weights
 
 pytestmark = pytest.mark.ci
 
+FIRST = ((0, "vanilla", False, False), *((3, kind, True, True) for kind in ("vanilla", "gated", "rnn")))
 GRID = [
-    (rank, kind, confidence, with_markov)
-    for rank, kind, confidence, with_markov in itertools.product(
-        (0, 3), ("vanilla", "gated", "rnn"), (True, False), (True, False)
-    )
-    if not (rank == 0 and kind != "vanilla") and not (not confidence and with_markov)
+    pytest.param(*one, marks=() if one in FIRST else REPEATS)
+    for one in itertools.product((0, 3), ("vanilla", "gated", "rnn"), (True, False), (True, False))
+    if not (one[0] == 0 and one[1] != "vanilla") and (one[2] or not one[3])
 ]
 
 

@@ -18,6 +18,7 @@ from jaxspec.errors import ConfigError
 from jaxspec.training import main as training
 from jaxspec.training.build import fresh_drafter, warm_start
 from tests.drafters import tiny
+from tests.helpers.marks import REPEATS
 from tests.training import world
 
 pytestmark = pytest.mark.ci
@@ -79,7 +80,7 @@ def sources(tmp_path: Path, deepspec: bool) -> Path:
     return save_drafter(tmp_path / "source", draft)
 
 
-@pytest.mark.parametrize("deepspec", [False, True])
+@pytest.mark.parametrize("deepspec", [False, pytest.param(True, marks=REPEATS)])
 def test_a_run_from_a_dflash_starts_where_it_is_and_exports_a_dspark(deepspec: bool, tmp_path: Path) -> None:
     target, data = world.target(), world.write_data(tmp_path / "data.npz")
     source = sources(tmp_path, deepspec)

@@ -88,13 +88,14 @@ SILENCED = [
 
 
 def silenced_cases():
-    """One case a forward belongs to `make test`, the others to `make test-slow-silenced`."""
+    """One case of each forward of a block drafter or a target belongs to `make test`, the others to
+    `make test-slow-silenced`."""
     slow = pytest.mark.slow("silenced", covers=("jaxspec/evaluation", "jaxspec/drafters", "jaxspec/decoding"))
     for owner, method, starts in SILENCED:
         for count, folder in enumerate(folder for folder in CASES if kind(folder).startswith(starts)):
-            yield pytest.param(
-                owner, method, folder, marks=slow if count else (), id=f"{owner.__name__}.{method}-{name(folder)}"
-            )
+            first = not count and owner in (BlockDrafter, DSpark, Decoder)
+            marked = f"{owner.__name__}.{method}-{name(folder)}"
+            yield pytest.param(owner, method, folder, marks=() if first else slow, id=marked)
 
 
 @pytest.mark.parametrize(("owner", "method", "folder"), list(silenced_cases()))

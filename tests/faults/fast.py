@@ -119,6 +119,14 @@ FAST = [
         "the anchor has no context row yet",
     ),
     Mutant(
+        "fast-layout-by-a-loop",
+        "jaxspec/models/layout.py",
+        ', method="compare_all")',
+        ")",
+        ("tests/models/test_paged_cache.py::test_a_round_is_laid_out_without_a_loop",),
+        "a loop ends the graph of a round",
+    ),
+    Mutant(
         "fast-old-cards",
         "jaxspec/decoding/fast.py",
         "float(capability) < 8.0",

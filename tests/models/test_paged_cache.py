@@ -11,7 +11,7 @@ from jaxspec.models.attention import DenseCausal, PagedCausal
 from jaxspec.models.cache import TRASH_PAGE, gather, init_pool, write_rows
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.layout import RaggedLayout, keep_rows, uniform_layout
+from jaxspec.models.layout import RaggedLayout, keep_rows, ragged_layout, uniform_layout
 from tests.helpers.scatters import assert_apart, scatters
 from tests.models.numpy_decoder import random_weights
 
@@ -57,6 +57,15 @@ def numbered_pool(pages):
 def new_rows(count, seed=9):
     rng = np.random.default_rng(seed)
     return [jnp.asarray(-1 - rng.random(size=(count, KV, DIM)), jnp.float32) for _ in range(2)]
+
+
+def test_a_round_is_laid_out_without_a_loop():
+    """A loop on a GPU is a launch for each of its steps, and ends the graph around it."""
+    table = jnp.zeros((3, 2), jnp.int32)
+    made = str(
+        jax.make_jaxpr(lambda first, lengths: ragged_layout(first, lengths, table, 9, 4))(*jnp.zeros((2, 3), int))
+    )
+    assert "cumsum" in made and "while[" not in made and "scan[" not in made
 
 
 @pytest.mark.parametrize("bad", [0, -1, 2])

@@ -35,8 +35,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
 @pytest.mark.parametrize(
     ("overrides", "method", "proposals"),
     [
-        pytest.param(["drafter=ngram", "engine.num_proposals=3", "engine.ngram_max=2"], "ngram", 3, marks=REPEATS),
-        ([f"drafter={Q3A}", "engine.num_proposals=2"], "small_model", 2),
+        (["drafter=ngram", "engine.num_proposals=3", "engine.ngram_max=2"], "ngram", 3),
+        pytest.param([f"drafter={Q3A}", "engine.num_proposals=2"], "small_model", 2, marks=REPEATS),
         pytest.param(
             [f"drafter={GOLDEN / '03_dflash_gen_q3a' / 'draft'}", "engine.tree_nodes=6"], "ddtree", None, marks=REPEATS
         ),

@@ -18,6 +18,7 @@ from jaxspec.decoding.runner import Event
 from jaxspec.errors import ConfigError
 from jaxspec.serving.cost import CostTable, StepsTable
 from jaxspec.serving.engine import Engine
+from tests.helpers.marks import REPEATS
 from tests.helpers.worlds import LANE, by_lane, random_table, script, scripted, table_target, walk
 
 pytestmark = pytest.mark.ci
@@ -294,6 +295,7 @@ def test_a_request_whose_drafts_lose_is_paused_beside_one_whose_drafts_win():
     assert proposed[True] < 0.7 * proposed[False]
 
 
+@REPEATS
 def test_seeded_answers_do_not_depend_on_what_is_paused():
     answers = []
     for drafted, pause in ((10.0, True), (1.0, True), (1.0, False)):

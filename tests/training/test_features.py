@@ -78,7 +78,8 @@ def test_features_of_another_run_are_refused_at_the_start(tmp_path, data):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("method", ["dspark", pytest.param("eagle3", marks=REPEATS)])
+@REPEATS  # `make test-slow-features-kill` does it with processes that are killed
+@pytest.mark.parametrize("method", ["dspark", "eagle3"])
 def test_a_spool_with_two_producers_is_the_online_run(tmp_path, data, method):
     """The teacher's hidden state comes through too; two micro-batches a step, shards of three."""
     more = {"optimizer__accumulation": 2, "run__checkpoint_every": 2}
