@@ -11,6 +11,22 @@ _STORE = "jaxspec/training/featurestore/"
 
 FEATURES = [
     Mutant(
+        "features-row-without-itself",
+        "jaxspec/training/features.py",
+        "jnp.arange(q.shape[1]), q.shape[:2])",
+        "jnp.arange(q.shape[1]) - 1, q.shape[:2])",
+        ("tests/training/test_sequence_attention.py",),
+        "a row sees all that is before it",
+    ),
+    Mutant(
+        "features-without-the-window",
+        "jaxspec/training/features.py",
+        "jnp.ones_like(places, bool), window)",
+        "jnp.ones_like(places, bool))",
+        ("tests/training/test_sequence_attention.py",),
+        "a sliding layer of the target stays one",
+    ),
+    Mutant(
         "features-scale-rounded-down",
         _STORE + "codec.py",
         "upper = ((bits + 0xFFFF) >> 16) << 16",
