@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.models.layers import unembed
-from jaxspec.parallel.training import batch_shards
+from jaxspec.parallel.training import apart, batch_shards
 
 DPACE = ("dpace", "dpace-cumulative-confidence-only", "dpace-continuation-value-only")
 
@@ -122,17 +122,18 @@ def weighed_rows(
     """Sum of weights * terms[name] over all rows, and the terms [p n B C], one slice p after the other and in it one
     step n after the other. Where a gradient is asked for, those by the rows and (`trained`) by the head are computed
     beside the sum from the same logits, and of those nothing is kept: a sum has one cotangent, which scales both.
+    Devices that share the batch add up the head's once, behind the last slice.
 
     Args:
       compared: of (`common`, the leaves of `slices` of one p), the terms [B C] of (logits [B C V], n).
       slices: pytree [p ...]. Neither it nor `common`, `weights` or the terms get a gradient.
     """
 
-    def one(head: Array, common: Any, xs: Any, slopes: bool) -> tuple[Array, dict[str, Array], Array | None]:
+    def one(head: Array, common: Any, xs: Any, slopes: bool) -> tuple[dict[str, Array], Array | None]:
         rows, weights, slice_ = xs
         terms_of = compared(common, slice_)
 
-        def step(xs: tuple[Array, Array, Array]) -> tuple[Array, dict[str, Array], Array | None]:
+        def step(xs: tuple[Array, Array, Array]) -> tuple[dict[str, Array], Array | None]:
             index, rows, weight = xs
 
             def named(logits: Array) -> tuple[Array, dict[str, Array]]:
@@ -141,36 +142,35 @@ def weighed_rows(
 
             logits = unembed(rows, head)
             if not slopes:
-                return *named(logits), None
+                return terms_of(logits, index), None
             total, pull, terms = jax.vjp(named, logits, has_aux=True)
-            return total, terms, pull(jnp.ones_like(total))[0].astype(rows.dtype)
+            return terms, pull(jnp.ones_like(total))[0].astype(rows.dtype)
 
-        totals, terms, found = jax.lax.map(step, (jnp.arange(rows.shape[0]), rows, weights))
-        return jnp.sum(totals), terms, found
+        return jax.lax.map(step, (jnp.arange(rows.shape[0]), rows, weights))
 
     @jax.custom_vjp
     def run(rows: Array, head: Array, weights: Array, slices: Any, common: Any) -> tuple[Array, dict[str, Array]]:
-        totals, terms, _ = jax.lax.map(lambda xs: one(head, common, xs, False), (rows, weights, slices))
-        return jnp.sum(totals), terms
+        terms, _ = jax.lax.map(lambda xs: one(head, common, xs, False), (rows, weights, slices))
+        return weighted_sum(terms[name], weights), terms
 
     def forward(rows: Array, head: Array, weights: Array, slices: Any, common: Any) -> Any:
         head_ = head.astype(rows.dtype)
+        shards = batch_shards() if rows.shape[2] % batch_shards() == 0 else 1
+        by_shard = lambda x: x.reshape(x.shape[0], shards, -1, *x.shape[2:])  # noqa: E731
 
-        def add(sums: tuple[Array, Array | None], xs: Any) -> Any:
-            total, terms, slopes = one(head_, common, xs, True)
+        def add(by_head: Array | None, xs: Any) -> Any:
+            terms, slopes = one(head_, common, xs, True)
             by_rows = jax.lax.dot_general(slopes, head_, (((3,), (0,)), ((), ())))
-            by_head = sums[1]
             if by_head is not None:
-                every = (0, 1, 2)
-                by_head += jax.lax.dot_general(
-                    slopes, xs[0], ((every, every), ((), ())), preferred_element_type=jnp.float32
-                )
-            return (sums[0] + total, by_head), (terms, by_rows)
+                every = ((0, 2, 3), (0, 2, 3)), ((1,), (1,))
+                parts = by_shard(slopes), by_shard(xs[0])
+                by_head = apart(by_head + jax.lax.dot_general(*parts, every, preferred_element_type=jnp.float32))
+            return by_head, (terms, by_rows)
 
-        start = jnp.zeros(()), jnp.zeros(head.shape) if trained else None
-        (total, by_head), (terms, by_rows) = jax.lax.scan(add, start, (rows, weights, slices))
-        kept = by_rows, None if by_head is None else by_head.astype(head.dtype)
-        return (total, terms), kept
+        start = apart(jnp.zeros((shards, *head.shape))) if trained else None
+        by_head, (terms, by_rows) = jax.lax.scan(add, start, (rows, weights, slices))
+        kept = by_rows, None if by_head is None else jnp.sum(by_head, axis=0).astype(head.dtype)
+        return (weighted_sum(terms[name], weights), terms), kept
 
     def backward(kept: tuple[Array, Array | None], gradients: tuple[Array, Any]) -> tuple[Any, ...]:
         scaled = lambda x: None if x is None else (gradients[0] * x.astype(jnp.float32)).astype(x.dtype)  # noqa: E731

@@ -49,6 +49,16 @@ class TrainingRules:
         return jax.tree_util.tree_map_with_path(lambda path, leaf: self.parameter(dotted(path), leaf.shape), tree)
 
 
+def apart(x: jax.Array) -> jax.Array:
+    """[batch_shards(), …]: each device that shares the batch holds its own part. A sum over them that a loop goes on
+    with stays theirs until the loop is over; left to the compiler they would add up in each of its turns."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = tuple(axis for axis in BATCH if axis in mesh.axis_names)
+    if batch_shards() == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(axes, *[PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)))
+
+
 def batch_shards() -> int:
     """Devices that share the batch in the program that is being traced; 1 without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -22,6 +22,7 @@ from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.layers import cast
 from jaxspec.models.layout import uniform_layout
 from tests.drafters import eagle_pairs as pairs
+from tests.helpers.process import run_on_devices
 
 pytestmark = pytest.mark.ci
 
@@ -399,3 +400,42 @@ def test_B53_a_batch_without_supervision_has_no_loss_no_gradient_and_no_weight()
     (value, terms), grads = jax.jit(jax.value_and_grad(run, has_aux=True))(moving)
     assert float(value) == 0.0 and all(float(jnp.abs(g).max()) == 0.0 for g in jax.tree.leaves(grads))
     assert sum(float(jnp.sum(terms[name][1])) for name in ("ce", "overlap", "log_overlap")) == 0.0
+
+
+ONE_SUM = """
+import re
+import jax, jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jaxspec.drafters.losses import weighed_rows
+
+mesh = Mesh(np.array(jax.devices()).reshape(2, 1), ("data", "fsdp"))
+compared = lambda common, goal: lambda logits, step: {"loss": jnp.sum((logits - goal) ** 2, axis=-1)}
+
+def loss(rows, head, weights, goals):
+    return weighed_rows(compared, "loss", rows, weights, head, goals, (), True)[0]
+
+keys = jax.random.split(jax.random.key(0), 4)
+shapes = (3, 2, 4, 5, 8), (24, 8), (3, 2, 4, 5), (3, 4, 5, 24)  # slices, steps, sequences, rows
+arrays = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes)]
+plain = jax.jit(jax.grad(loss, (0, 1)))(*arrays)
+specs = P(None, None, "data"), P(), P(None, None, "data"), P(None, "data")
+placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs)]
+with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    program = jax.jit(jax.grad(loss, (0, 1))).lower(*placed).compile()
+for mine, theirs in zip(program(*placed), plain):
+    np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
+name, sums = "", []
+for line in program.as_text().splitlines():
+    if line.endswith("{") and " (" in line:
+        name = line
+    if re.search(r" all-reduce(-start)?[(]", line):
+        sums.append((name.startswith("ENTRY"), "24,8]" in line))
+print(sums)
+"""
+
+
+@pytest.mark.ci
+def test_devices_that_share_the_batch_add_up_the_heads_gradient_once() -> None:
+    """Not behind each slice: what they send is the gradient, whatever the chunk."""
+    assert run_on_devices(ONE_SUM, 2).strip() == "[(True, True)]"

@@ -35,8 +35,8 @@ EAGLE = [
     Mutant(
         "eagle3-gradient-of-the-last-slice-alone",
         "jaxspec/drafters/losses.py",
-        "                by_head += jax.lax.dot_general(",
-        "                by_head = jax.lax.dot_general(",
+        "apart(by_head + jax.lax.dot_general(",
+        "apart(0 * by_head + jax.lax.dot_general(",
         _EAGLE3,
         "every slice adds to the head's gradient",
     ),
@@ -55,6 +55,14 @@ EAGLE = [
         '"lk", "kl_scale", "kl_decay")',
         ("tests/training/test_eagle_run.py",),
         "objective.keep_products reaches the drafter",
+    ),
+    Mutant(
+        "eagle3-head-summed-behind-every-slice",
+        "jaxspec/drafters/losses.py",
+        "shards = batch_shards() if rows.shape[2] % batch_shards() == 0 else 1",
+        "shards = 1",
+        _EAGLE3,
+        "devices would send the head's gradient once a slice",
     ),
     Mutant(
         "eagle3-offsets-as-ids",
