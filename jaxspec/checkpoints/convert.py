@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.checkpoints import speculators
-from jaxspec.checkpoints.drafter import EMBEDDING, HEAD, check_export_folder
+from jaxspec.checkpoints.drafter import EMBEDDING, HEAD, check_export_folder, weights_dtype
 from jaxspec.checkpoints.inspection import Inspection, inspect, target_config
 from jaxspec.checkpoints.store import TensorFolder, read_config, write_folder
 from jaxspec.checkpoints.target import EMBEDDING as MODEL_EMBEDDING
@@ -66,7 +66,7 @@ def convert(
         ) from error
     tensors = _tensors(found, written, _Tables(directory, model), to)
     config = dict(written.config)
-    config["dtype"] = str(next(iter(tensors.values())).dtype)
+    config["dtype"] = weights_dtype(tensors)
     path = write_folder(out, tensors, config)
     again = inspect(path, model)
     _check_whole(again)

@@ -250,11 +250,17 @@ def save_drafter(
         tensors[file_name] = kept
     config = dict(draft.drafter.to_hf())
     if draft.layout is None and tensors:
-        config["dtype"] = str(next(iter(tensors.values())).dtype)
+        config["dtype"] = weights_dtype(tensors)
     said = draft.layout.metadata if draft.layout else None
     if metadata is not None:
         said = {**(said or {}), **metadata}
     return write_folder(directory, tensors, config, extra_files, said)
+
+
+def weights_dtype(tensors: Mapping[str, np.ndarray]) -> str:
+    """What config.json gives as `dtype`: that of the first weight; vocabulary maps are none."""
+    weights = (str(tensor.dtype) for tensor in tensors.values() if tensor.dtype.kind not in "biu")
+    return next(weights, str(next(iter(tensors.values())).dtype))
 
 
 def check_export_folder(directory: str | os.PathLike[str]) -> None:

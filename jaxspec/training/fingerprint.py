@@ -2,7 +2,7 @@
 
 Resuming with anything of it changed would train on other data or on another schedule without a word; so it is
 refused, and the message says what changed. What may change is everything else: limits in seconds, logging, saving,
-evaluation, export.
+evaluation, export, what a step keeps in memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from jaxspec.training.data import Examples
 
 __all__ = ["changes", "check", "fingerprint"]
 
-_FREE = {"path"}  # a data file may move; its content may not change
+# a data file may move, its content may not change; what a step keeps, and in how many slices, is memory alone
+_FREE = {"data.path", "objective.chunk_blocks", "objective.keep_products"}
 
 
 def reads_total(config: TrainConfig) -> bool:
@@ -40,7 +41,7 @@ def fingerprint(
         f"{name}.{key}": value
         for name, section in sections.items()
         for key, value in section.model_dump(mode="json").items()
-        if key not in _FREE
+        if f"{name}.{key}" not in _FREE
     }
     return parts | {
         "data.content": examples.content_hash(),
@@ -61,7 +62,7 @@ def _hash(value: Any) -> str:
 
 def changes(stored: dict[str, Any], current: dict[str, Any]) -> str | None:
     """Every part that differs, with both values; None where all are equal."""
-    names = sorted(name for name in stored.keys() | current.keys() if stored.get(name) != current.get(name))
+    names = [name for name in sorted((stored.keys() | current.keys()) - _FREE) if stored.get(name) != current.get(name)]
     said = (f"{name}: the run has {_short(stored.get(name))}, now {_short(current.get(name))}" for name in names)
     return "; ".join(said) or None
 

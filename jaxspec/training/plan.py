@@ -43,7 +43,7 @@ _ARRAY = re.compile(r"\b([a-z]+\d+|pred)\[([\d,]*)\]")
 class Plan:
     """Bytes of one chip, of the step's parts and as the compiler counts them; what it estimates of the step.
 
-    `collectives`: kind -> (how many, bytes of their results on a chip).
+    `collectives`: kind -> (how many, bytes of their results on a chip); None where the program has no text.
     """
 
     devices: int
@@ -56,7 +56,7 @@ class Plan:
     total: int
     flops: float
     seconds: float
-    collectives: dict[str, tuple[int, int]]
+    collectives: dict[str, tuple[int, int]] | None
 
     @property
     def fits(self) -> bool:
@@ -154,7 +154,7 @@ def account(compiled: Any, state: Any, frozen: Any, placement: Placement, hbm: i
         total=memory.argument_size_in_bytes + live + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes,
         flops=float(cost.get("flops", 0.0)),
         seconds=max(float(cost.get("optimal_seconds", 0.0)), 0.0),
-        collectives=collectives(compiled.as_text()),
+        collectives=_collectives(compiled),
     )
 
 
@@ -166,6 +166,15 @@ def tree_share(tree: Any, placement: Placement) -> int:
         placement.shardings(tree),
     )
     return sum(jax.tree.leaves(sizes))
+
+
+def _collectives(compiled: Any) -> dict[str, tuple[int, int]] | None:
+    """None for a program that this jaxlib cannot read back: libtpu may be newer, and know operations that it does
+    not."""
+    try:
+        return collectives(compiled.as_text())
+    except jax.errors.JaxRuntimeError:
+        return None
 
 
 def collectives(hlo: str) -> dict[str, tuple[int, int]]:
@@ -185,10 +194,11 @@ def lines(found: Plan, config: TrainConfig) -> Iterator[str]:
     average = "" if config.optimizer.ema_decay is None else " and average"
     yield f"moments{average} on a device: {gib(found.moments)}"
     yield f"arguments {gib(found.arguments)}, temporaries {gib(found.temporaries)}"
-    for kind, (count, size) in sorted(found.collectives.items()):
+    for kind, (count, size) in sorted((found.collectives or {}).items()):
         yield f"{kind}: {count} in the program (one in a loop counts once), {size / 1e6:.1f} MB a device"
     if not found.collectives:
-        yield "collectives: none"
+        unread = "unknown: this jaxlib cannot read the program that libtpu made; a newer one may"
+        yield f"collectives: {unread if found.collectives is None else 'none'}"
     yield f"{found.flops / 1e12:.2f} TFLOP a device as the compiler counts them"
     yield f"estimated {1e3 * found.seconds:.0f} ms a step"
     state = "OK" if found.fits else "DOES NOT FIT"

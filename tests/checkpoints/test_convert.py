@@ -79,6 +79,7 @@ def test_there_and_back_or_a_reason(case: str, to: str, tmp_path: Path) -> None:
         assert not (tmp_path / "out").exists()
         return
     made = convert(source, target, to, tmp_path / "out")
+    assert "float" in json.loads((made.directory / "config.json").read_text())["dtype"]  # the maps' is none
     model, _ = target_config(target)
     first = inspect(source, model)
     back = convert(made.directory, target, first.layout, tmp_path / "back")

@@ -133,6 +133,7 @@ def test_export_and_reload_give_bitwise_equal_logits(kind: str, tmp_path: Any) -
     loaded = load_drafter(save_drafter(tmp_path / "out", made), TARGET)
     assert loaded.drafter.layout == drafter.layout and loaded.drafter.taps == drafter.taps
     stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"  # not that of a map
     assert ("d2t" in stored) == (kind in ("reduced", "fc_norm"))
     if "d2t" in stored:
         assert stored["d2t"].dtype == np.int64 and stored["t2d"].dtype == np.bool_

@@ -11,6 +11,22 @@ _BEST = "tests/training/test_best.py::"
 _AVERAGE = "tests/training/test_average.py::"
 RUNS = [
     Mutant(
+        "runs-memory-keys-are-the-runs",
+        "jaxspec/training/fingerprint.py",
+        '{"data.path", "objective.chunk_blocks", "objective.keep_products"}',
+        '{"data.path", "objective.keep_products"}',
+        ("tests/training/test_run.py::test_resume_with_other_data_is_refused_and_free_keys_may_change",),
+        "a slice's width is memory, not the run",
+    ),
+    Mutant(
+        "runs-dtype-of-a-map",
+        "jaxspec/checkpoints/drafter.py",
+        'if tensor.dtype.kind not in "biu")',
+        "if tensor.size)",
+        ("tests/drafters/test_eagle3.py",),
+        "config.json gives the weights' dtype, not a vocabulary map's",
+    ),
+    Mutant(
         "preset-over-explicit-keys",
         "jaxspec/config/presets.py",
         "filled[section] = {**_for(preset, section, given), **given}",

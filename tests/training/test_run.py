@@ -195,7 +195,8 @@ def test_resume_with_other_data_is_refused_and_free_keys_may_change(tmp_path, da
     with pytest.raises(ResumeError, match=r"data\.content"):
         train(world.config(tmp_path / "run", world.write_data(tmp_path / "other.npz", seed=5), run__steps=4))
     moved = data.rename(tmp_path / "moved.npz")
-    report, _ = train(world.config(tmp_path / "run", moved, run__steps=4, run__log_every=1, run__keep=2))
+    free = {"run__log_every": 1, "run__keep": 2, "objective__chunk_blocks": 3}
+    report, _ = train(world.config(tmp_path / "run", moved, run__steps=4, **free))
     assert report["status"] == "already finished"
 
 
