@@ -123,7 +123,7 @@ def main(seconds: float) -> int:
     wrong = {
         "the served tokens differ from those of plain decoding": not identical,
         f"tau {after.tau:.3f} is below {FLOOR}, which two free cores reach in 300 s of training; on a slower or busy "
-        "machine give it more: python -m demo.run --seconds 900": after.tau < FLOOR,
+        "machine give it more: .venv/bin/python -m demo.run --seconds 900": after.tau < FLOOR,
         f"tau {after.tau:.3f} is not above the untrained {before.tau:.3f} by its 95 % interval": after.low
         <= before.tau,
         f"{len(overlap.exact)} evaluation prompts are in the training data": bool(overlap.exact),
