@@ -44,7 +44,7 @@ class Eagle3Objective:
     `lk` replaces it by the overlap A of the two distributions: "tv" 1 - A, "alpha" -log of each token's, "lambda" a
     mixture whose share of the cross-entropy is kl_scale * exp(-kl_decay * A). `drop_last_row` leaves out each
     sequence's last supervised row, as DeepSpec does. `keep_products` keeps what the layer's matrices gave in each step
-    for the gradient, about 60 kB a token at 2,560 columns and 7 steps; without, they are multiplied again.
+    for the gradient, in bfloat16 at Qwen3-4B's shape 56 kB a token and step; without, they are multiplied again.
     """
 
     ttt_length: int = 7

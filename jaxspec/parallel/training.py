@@ -50,11 +50,12 @@ class TrainingRules:
 
 
 def apart(x: jax.Array) -> jax.Array:
-    """[batch_shards(), …]: each device that shares the batch holds its own part. A sum over them that a loop goes on
-    with stays theirs until the loop is over; left to the compiler they would add up in each of its turns."""
+    """[batch_shards(), …]: each device that shares the batch holds its own part (of another length: as it is). A sum
+    over them that a loop goes on with stays theirs until the loop is over; left to the compiler they would add up in
+    each of its turns."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = tuple(axis for axis in BATCH if axis in mesh.axis_names)
-    if batch_shards() == 1:
+    if batch_shards() == 1 or x.shape[0] != batch_shards():
         return x
     return jax.lax.with_sharding_constraint(x, PartitionSpec(axes, *[PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)))
 
