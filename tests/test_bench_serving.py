@@ -44,6 +44,8 @@ def test_the_bench_measures_every_method_and_judges_it(tmp_path: Path, capsys: p
     assert record["confidences"]["requests"] == [] or record["confidences"]["requests"][0][0][0] == [
         0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3
     ]  # fmt: skip
+    rates = record["stood"]["dflash"]["rates"]
+    assert len(rates) == 7 and abs(rates[0] - 0.9) < 0.1
     assert record["acceptance"].startswith("simulated") and record["cost"]["table"]["bias_seconds"] > 0
 
 

@@ -1,14 +1,14 @@
 """Tokens a second of the serving engine under load: no drafter, DFlash, DSpark verified whole, DSpark with budgets.
 
     python tools/bench_serving.py --dflash DIR --dspark DIR [--target smollm2] [--sts FILE]
-    python tools/bench_serving.py --shape qwen3-4b --rates 0.8,0.75,0.7,0.65,0.6,0.55,0.5 --concurrency 1,8,64,256
+    python tools/bench_serving.py --shape qwen3-4b --rates-of results/h200/serving.json --concurrency 1,8,64,256
 
 A closed loop at each concurrency, in the process of the engine (no network), all methods in one run. Each concurrency
 has a process of its own, with as many slots: they compile side by side, then wait for one another and measure one at a
 time; one that stands still is ended, with its stacks on the error stream. The cost table is measured first, on the
 engine that uses it. Also: overlap on and off, the device's idle share, the rounds under jax's transfer guard with a
-control that trips it, and confidences beside what was accepted (for tools/simulate_serving.py). The record is written
-after each part: what was measured is there whatever ends the run.
+control that trips it, confidences beside what was accepted (for tools/simulate_serving.py), and how often each slot
+stood. The record is written after each part: what was measured is there whatever ends the run.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import faulthandler
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -46,9 +47,10 @@ from jaxspec.serving.cost_fit import Cell, fit, misfit
 from jaxspec.serving.engine import Engine
 from jaxspec.serving.profiling import measure
 from pallas_kernels.bench import commit
-from tools.serving_pairs import SHAPES, Pairs, lean, random_shape, recorded, trained
+from tools.serving_pairs import BLOCK, SHAPES, Pairs, lean, random_shape, recorded, trained
 
 METHODS = ("none", "dflash", "dspark static", "dspark scheduled")
+DRAFTED = ("dflash", "dspark")
 WARM_ROUNDS = 150  # of the scheduled engine: what it knows of a load is as old as that
 GUARDED_ROUNDS = 100
 STALLED = 180.0  # seconds without a new part, after which a process says where it stands and gives up its turn
@@ -242,6 +244,22 @@ def confidences(bench: Bench) -> dict[str, Any]:
     return {"concurrency": concurrency, "requests": [one[:40] for one in long]}
 
 
+def stood(bench: Bench) -> dict[str, Any]:
+    """How often each slot of a whole block stood, given that those before it did, by method; slots that were not
+    reached 10 times are left at the rate of the one before."""
+    concurrency, found = min(32, bench.arguments.largest), {}
+    for method in ("dflash", "dspark static"):
+        with recorded(bench.engine(method)) as rounds:
+            bench.run(method, concurrency, 0.0, min_rounds=160)
+        counts = np.bincount([one.accepted for one in rounds], minlength=BLOCK + 1)
+        reached = counts[::-1].cumsum()[::-1]  # at least k stood
+        rates: list[float] = []
+        for tried, passed in itertools.pairwise(reached):
+            rates.append(round(float(passed / tried), 4) if tried >= 10 or not rates else rates[-1])
+        found[method.partition(" ")[0]] = {"rates": rates, "rounds": len(rounds)}
+    return {"concurrency": concurrency, **found}
+
+
 def verdicts(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Scheduled against the best of the others, and against static where static's round is dear."""
     checks = []
@@ -351,6 +369,7 @@ def alone(arguments: argparse.Namespace) -> dict[str, Any]:
             save("idle", idle(bench))
         if concurrency == min(32, arguments.largest):
             save("confidences", confidences(bench))
+            save("stood", stood(bench))
             save("guard", guarded(bench))
     faulthandler.cancel_dump_traceback_later()
     return record
@@ -401,14 +420,14 @@ def merge(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     parts = sorted((part for part in parts if "checks" in part), key=lambda part: part["loads"][0]["concurrency"])
     if not parts:
         return {"checks": [], "missing": arguments.concurrency}
-    own = ("executables", "cost", "loads", "checks", "overlap", "idle", "confidences", "guard", "seconds")
+    own = ("executables", "cost", "loads", "checks", "overlap", "idle", "confidences", "stood", "guard", "seconds")
     record = {name: value for name, value in parts[0].items() if name not in own} | {"command": command()}
     record["missing"] = sorted(set(arguments.concurrency) - {part["loads"][0]["concurrency"] for part in parts})
     record["executables"] = sum(part["executables"] for part in parts)
     for name in ("loads", "checks", "idle", "overlap"):
         record[name] = [one for part in parts for one in part.get(name, [])]
     record["cost"] = described([Cell(*cell) for part in parts for cell in part["cost"]["cells"]])
-    for name in ("guard", "confidences"):
+    for name in ("guard", "confidences", "stood"):
         for part in parts:
             if name in part:
                 record[name] = part[name]
@@ -429,8 +448,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights instead, and --rates")
     parser.add_argument(
         "--rates", default=(), type=fractions,
-        help="chance of each proposal, given that those before it stood",
+        help="with --shape: chance of each proposal, given that those before it stood",
     )  # fmt: skip
+    parser.add_argument(
+        "--rates-of",
+        type=Path,
+        metavar="FILE",
+        help="with --shape: each method's rates as a record of this bench has them",
+    )
     parser.add_argument("--prompt-length", type=int, default=64, help="with --shape")
     parser.add_argument("--concurrency", type=numbers, default=[1, 4, 8, 16, 32, 64, 128, 256, 512])
     parser.add_argument("--overlap", type=numbers, default=[1, 32, 256], help="concurrencies of overlap on and off")
@@ -455,8 +480,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     arguments.largest = arguments.largest or max(arguments.concurrency)
     if not arguments.shape and not (arguments.dflash and arguments.dspark):
         parser.error("--dflash and --dspark are needed without --shape")
-    if arguments.shape and len(arguments.rates) != 7:
-        parser.error(f"--rates: found {len(arguments.rates)} numbers, expected 7, one a proposal")
+    if arguments.shape and arguments.rates_of:
+        try:
+            known = json.loads(arguments.rates_of.read_text(encoding="utf-8")).get("stood")
+        except (OSError, ValueError) as error:
+            parser.error(f"--rates-of: {arguments.rates_of} cannot be read: {error}")
+        if known is None:
+            parser.error(f"--rates-of: {arguments.rates_of} has no `stood`, expected a record of trained drafters")
+        arguments.rates = {method: tuple(known[method]["rates"]) for method in DRAFTED}
+    elif arguments.shape:
+        if len(arguments.rates) != BLOCK:
+            parser.error(f"--rates: found {len(arguments.rates)} numbers, expected {BLOCK}, one a proposal")
+        arguments.rates = dict.fromkeys(DRAFTED, arguments.rates)
     for name in ("overlap", "profile_at"):
         asked = getattr(arguments, name)
         if max(asked if isinstance(asked, list) else [asked], default=0) > arguments.largest:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.decoding.fast import Fast
 from jaxspec.decoding.ragged import RaggedProgram
 from jaxspec.decoding.simulated import SimulatedProgram
 from jaxspec.drafters.block_config import fresh_config
@@ -23,6 +24,7 @@ from jaxspec.drafters.dspark import DSpark
 from jaxspec.drafters.markov import MarkovConfig
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Decoder
+from jaxspec.models.packed import pack
 from jaxspec.serving.engine import Engine
 from tools.bench_round import MASK, Loaded, random_weights
 from tools.bench_round import SHAPES as PUBLIC
@@ -149,8 +151,8 @@ def recorded(engine: Engine) -> Iterator[list[Verified]]:
         del engine.drafting.note
 
 
-def random_shape(shape: str, rates: tuple[float, ...], prompt_length: int) -> Pairs:
-    """A public target's shape in bfloat16 with random weights; proposals stand at `rates`."""
+def random_shape(shape: str, rates: dict[str, tuple[float, ...]], prompt_length: int) -> Pairs:
+    """A public target's shape in bfloat16 with random weights; a method's proposals stand at its `rates`."""
     config = ModelConfig.from_hf(SHAPES[shape])
     decoder = Decoder(config)
     base: dict[str, Any] = {"num_layers": min(5, config.num_layers // 3), "mask_token_id": MASK}
@@ -164,7 +166,10 @@ def random_shape(shape: str, rates: tuple[float, ...], prompt_length: int) -> Pa
         name: Loaded(random_weights(drafter.abstract_params(jnp.bfloat16)), drafter=drafter)
         for name, drafter in made.items()
     }
-    target = Loaded(random_weights(decoder.abstract_params(jnp.bfloat16)), model=decoder)
+    weights = random_weights(decoder.abstract_params(jnp.bfloat16))
+    if Fast.on(jax.devices()[0]).packed:  # here, once, and not for each of the engines
+        weights = pack(weights, config)
+    target = Loaded(weights, model=decoder)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(10, config.vocab_size, prompt_length).tolist() for _ in range(64)]
     about = {
@@ -172,16 +177,19 @@ def random_shape(shape: str, rates: tuple[float, ...], prompt_length: int) -> Pa
         "dtype": "bfloat16",
         "drafters": {name: _said(draft) for name, draft in drafts.items()},
         "prompts": f"random ids, {prompt_length} a prompt",
-        "acceptance": f"simulated, by slot {list(rates)}",
+        "acceptance": "simulated: " + "; ".join(f"{name} {list(of)}" for name, of in rates.items()),
     }
     program = functools.partial(_simulated, rates)
     return Pairs(target, drafts, program, prompts, about)
 
 
-def _simulated(rates: tuple[float, ...], decoder: Any, drafter: Any, *args: Any, **more: Any) -> RaggedProgram:
+def _simulated(
+    rates: dict[str, tuple[float, ...]], decoder: Any, drafter: Any, *args: Any, **more: Any
+) -> RaggedProgram:
     if not drafter.num_proposals:
         return RaggedProgram(decoder, drafter, *args, **more)
-    return SimulatedProgram(decoder, drafter, *args, rates=rates, confidence=rates, **more)
+    own = rates[drafter.method]
+    return SimulatedProgram(decoder, drafter, *args, rates=own, confidence=own, **more)
 
 
 def _said(draft: Any) -> str:

@@ -65,8 +65,10 @@ def is_packed(layers: Any) -> bool:
 
 
 def pack(params: ly.Params, config: ModelConfig) -> ly.Params:
-    """The same target with every layer of its list packed; tables and norms by reference."""
+    """The same target with every layer of its list packed, once; tables and norms by reference."""
     body = params["model"]
+    if is_packed(body["layers"]):
+        return params
     pack_layer = jax.jit(_pack_layer, static_argnums=1)
     return {**params, "model": {**body, "layers": [pack_layer(layer, config) for layer in body["layers"]]}}
 
