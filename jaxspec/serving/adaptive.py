@@ -48,16 +48,21 @@ class ObservedAcceptance:
 
 @dataclasses.dataclass
 class _Speed:
-    """Decayed tokens, seconds and number of rounds of one way to run a round."""
+    """Decayed tokens, seconds, rounds and requests in them, of one way to run a round."""
 
     tokens: float = 0.0
     seconds: float = 0.0
     rounds: float = 0.0
+    requests: float = 0.0
 
-    def add(self, tokens: int, seconds: float, decay: float) -> None:
-        self.tokens = decay * self.tokens + tokens
-        self.seconds = decay * self.seconds + seconds
-        self.rounds = decay * self.rounds + 1
+    def fade(self, kept: float) -> None:
+        self.tokens, self.seconds = kept * self.tokens, kept * self.seconds
+        self.rounds, self.requests = kept * self.rounds, kept * self.requests
+
+    def add(self, requests: int, tokens: int, seconds: float, kept: float) -> None:
+        self.fade(kept)
+        self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
+        self.rounds, self.requests = self.rounds + 1, self.requests + requests
 
     @property
     def rate(self) -> float:
@@ -74,18 +79,33 @@ class _Load:
     wait: int = 0  # rounds until the next trial
     period: int = 0
 
+    @property
+    def measured(self) -> bool:
+        return all(speed.rounds for speed in self.speeds.values())
+
+    @property
+    def best(self) -> float:
+        """Tokens a second of the faster way."""
+        return max(speed.rate for speed in self.speeds.values())
+
 
 class DraftSwitch:
     """Whether a round of R requests drafts at all: whichever was measured to bring more tokens a second at that load.
 
-    A load is a fifth of R wide, since both speeds change with R; rounds that carry a prompt's chunk (`prefilling`) are
-    a load of their own, since the chunk costs the same in each of them. The loser is tried again for `trial` rounds,
-    after `first` rounds, then after twice as long each time that it loses again, up to `longest`; so what trials cost
-    stays below trial / longest of the loss.
+    A load is a fifth of R wide, since both speeds change with R. Rounds that carry a prompt's chunk (`prefilling`) are
+    a load of their own. The chunk is paid for either way, so that drafts pay there if they bring more tokens for the
+    seconds that they add than a round without a chunk would in these seconds.
+
+    The loser is tried again for `trial` rounds, after `first` rounds, then after twice as long each time that it loses
+    again, up to `longest`; so what trials cost stays below trial / longest of the loss. What drafts bring varies from
+    round to round and request to request: speeds are means over about `memory` rounds of a request, and drafts are not
+    judged by fewer than `evidence` of them. A trial leaves a quarter of what was known of the loser, since the world
+    may have changed.
     """
 
-    def __init__(self, *, trial: int = 4, first: int = 64, longest: int = 4096, decay: float = 0.9):
-        self._trial, self._first, self._longest, self._decay = trial, first, longest, decay
+    def __init__(self, *, trial: int = 4, first: int = 64, longest: int = 4096, memory: int = 1024, evidence: int = 64):
+        self._trial, self._first, self._longest = trial, first, longest
+        self._memory, self._evidence = memory, evidence
         self._loads: dict[tuple[int, bool], _Load] = {}
 
     def drafting(self, requests: int, prefilling: bool = False) -> bool:
@@ -96,32 +116,50 @@ class DraftSwitch:
     def observe(self, requests: int, drafted: bool, tokens: int, seconds: float, prefilling: bool = False) -> None:
         """A finished round: whether it drafted, what it brought, how long it took."""
         load = self._load(requests, prefilling)
-        load.speeds[drafted].add(tokens, seconds, self._decay)
+        load.speeds[drafted].add(requests, tokens, seconds, 1 - min(requests / self._memory, 0.1))
         if load.trying:
             load.trying -= drafted != load.drafting  # rounds that were under way when the trial began do not count
             if not load.trying:
-                self._decide(load)
+                self._decide(requests, prefilling)
         else:
             load.wait -= 1
             if load.wait <= 0:
-                load.trying = self._trial
-                load.speeds[not load.drafting] = _Speed()  # the world may have changed since
+                other = load.speeds[not load.drafting]
+                other.fade(0.25)
+                load.trying = self._trial if load.drafting else self._rounds(requests, other.requests)
 
     def break_even(self, requests: int, prefilling: bool = False) -> float:
         """Accepted drafts a round and request that pay for drafting at this load; 0 until both kinds were measured."""
-        drafted, plain = (self._load(requests, prefilling).speeds[drafting] for drafting in (True, False))
-        if not (drafted.rounds and plain.rounds):
-            return 0.0
-        return break_even(drafted.seconds / drafted.rounds, plain.seconds / plain.rounds)
+        load = self._load(requests, prefilling)
+        return self._worth(requests, prefilling) * self._longer(load) / requests if load.measured and requests else 0.0
 
     def _load(self, requests: int, prefilling: bool) -> _Load:
         key = round(4 * math.log2(max(requests, 1))), prefilling
         if key not in self._loads:
-            self._loads[key] = _Load(wait=self._trial, period=self._first)
+            self._loads[key] = _Load(wait=self._rounds(requests, 0.0), period=self._first)
         return self._loads[key]
 
-    def _decide(self, load: _Load) -> None:
-        better = load.speeds[True].rate > load.speeds[False].rate
+    def _rounds(self, requests: int, known: float) -> int:
+        """Of drafting, until there is evidence beside what is known."""
+        return max(self._trial, math.ceil((self._evidence - known) / max(requests, 1)))
+
+    def _worth(self, requests: int, prefilling: bool) -> float:
+        """Tokens that a second more of a round has to bring: what it would bring without drafts, and beside a chunk
+        what it would in the best round that has none."""
+        decoding, own = self._load(requests, False), self._load(requests, prefilling)
+        return decoding.best if prefilling and decoding.measured else own.speeds[False].rate
+
+    @staticmethod
+    def _longer(load: _Load) -> float:
+        """Seconds that drafts add to a round."""
+        drafted, plain = load.speeds[True], load.speeds[False]
+        return drafted.seconds / drafted.rounds - plain.seconds / plain.rounds
+
+    def _decide(self, requests: int, prefilling: bool) -> None:
+        load = self._load(requests, prefilling)
+        drafted, plain = load.speeds[True], load.speeds[False]
+        more = drafted.tokens / drafted.rounds - plain.tokens / plain.rounds
+        better = more > self._worth(requests, prefilling) * self._longer(load)
         load.period = min(2 * load.period, self._longest) if better == load.drafting else self._first
         load.drafting, load.wait = better, load.period
 
@@ -129,14 +167,18 @@ class DraftSwitch:
 class RequestSwitch:
     """Whether one request drafts: not while its drafts bring less than they cost.
 
-    `break_even` is how many accepted drafts a round must bring at the present load: seconds(with) / seconds(without)
-    - 1. After `patience` rounds below it the request pauses for `first` rounds, then for twice as long after each trial
-    of `patience` rounds that fails too.
+    `break_even` is how many accepted drafts a round must bring at the present load (`DraftSwitch.break_even`). After
+    `patience` rounds or more whose mean is below it by twice its standard error the request pauses for `first` rounds,
+    then for twice as long after each trial that fails too.
     """
 
     def __init__(self, *, patience: int = 8, first: int = 16, longest: int = 1024):
         self._patience, self._first, self._longest = patience, first, longest
-        self._pause, self._left, self._seen, self._accepted = first, 0, 0, 0
+        self._pause, self._left = first, 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._seen = self._accepted = self._squares = 0
 
     @property
     def drafting(self) -> bool:
@@ -149,13 +191,17 @@ class RequestSwitch:
             self._left -= 1
             return
         self._seen, self._accepted = self._seen + 1, self._accepted + accepted
+        self._squares += accepted * accepted
         if self._seen < self._patience:
             return
-        if self._accepted / self._seen < break_even:
+        mean = self._accepted / self._seen
+        unsure = 2 * math.sqrt(max(self._squares / self._seen - mean * mean, 0.0) / self._seen)
+        if mean + unsure < break_even:
             self._left, self._pause = self._pause, min(2 * self._pause, self._longest)
-        else:
+            self._forget()
+        elif mean - unsure >= break_even or self._seen == 8 * self._patience:
             self._pause = self._first
-        self._seen = self._accepted = 0
+            self._forget()
 
 
 class PrefillSpeed:
@@ -171,8 +217,3 @@ class PrefillSpeed:
     def seconds(self, rows: int) -> float:
         """Of so many prompt rows; 0 until a round was seen."""
         return -(-rows // self._chunk) * self._fastest if self._fastest < math.inf else 0.0
-
-
-def break_even(with_drafts: float, without: float) -> float:
-    """Accepted drafts a round and request that pay for drafting, from the seconds of both kinds of round."""
-    return with_drafts / without - 1 if without > 0 else math.inf
