@@ -53,6 +53,24 @@ def test_all_stages_end_inside_50_minutes(root: Path) -> None:
     assert sum(stage.limit for stage in tool(root, "stages").stages()) < 50 * 60
 
 
+@pytest.mark.parametrize("newest", [True, False])
+def test_every_file_runs_whole_on_one_python(root: Path, tmp_path: Path, newest: bool) -> None:
+    """Left out of the first suite are just the files that a later stage names, and only where that stage will run."""
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools/stages.py").write_text((root / "tools/stages.py").read_text())
+    if newest:
+        (tmp_path / ".venv-3.12").mkdir()
+        (tmp_path / ".venv-3.12/.stamp-setup").touch()
+    stages = tool(tmp_path, "stages")
+    by_name = {stage.name: stage for stage in stages.stages()}
+    left_out = {word.partition("=")[2] for word in by_name["tests"].command if word.startswith("--ignore=")}
+    later = by_name["long files on 3.12"]
+    assert left_out == (set(stages.NEWEST) if newest else set())
+    assert left_out <= set(later.command) and "-m" not in later.command[3:]
+    assert (tmp_path / later.only_if).exists() == newest
+    assert all((root / path).exists() for path in stages.NEWEST)
+
+
 def test_a_result_is_stale_when_its_code_changed(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = tool(root, "slow_results")
     monkeypatch.setattr(slow, "ROOT", tmp_path)

@@ -103,7 +103,7 @@ class DraftSwitch:
     may have changed.
     """
 
-    def __init__(self, *, trial: int = 4, first: int = 64, longest: int = 4096, memory: int = 1024, evidence: int = 64):
+    def __init__(self, *, trial: int = 4, first: int = 64, longest: int = 4096, memory: int = 1024, evidence: int = 32):
         self._trial, self._first, self._longest = trial, first, longest
         self._memory, self._evidence = memory, evidence
         self._loads: dict[tuple[int, bool], _Load] = {}
@@ -168,8 +168,9 @@ class RequestSwitch:
     """Whether one request drafts: not while its drafts bring less than they cost.
 
     `break_even` is how many accepted drafts a round must bring at the present load (`DraftSwitch.break_even`). After
-    `patience` rounds or more whose mean is below it by twice its standard error the request pauses for `first` rounds,
-    then for twice as long after each trial that fails too.
+    `patience` rounds or more whose mean is below it by twice its standard error, and by 2 / rounds since many rounds
+    without luck are no rarity, the request pauses for `first` rounds, then for twice as long after each trial that
+    fails too.
     """
 
     def __init__(self, *, patience: int = 8, first: int = 16, longest: int = 1024):
@@ -195,7 +196,7 @@ class RequestSwitch:
         if self._seen < self._patience:
             return
         mean = self._accepted / self._seen
-        unsure = 2 * math.sqrt(max(self._squares / self._seen - mean * mean, 0.0) / self._seen)
+        unsure = 2 * math.sqrt(max(self._squares / self._seen - mean * mean, 0.0) / self._seen) + 2 / self._seen
         if mean + unsure < break_even:
             self._left, self._pause = self._pause, min(2 * self._pause, self._longest)
             self._forget()
