@@ -68,6 +68,11 @@ class _Speed:
     def rate(self) -> float:
         return self.tokens / self.seconds if self.seconds else 0.0
 
+    @property
+    def round(self) -> tuple[float, float]:
+        """Tokens and seconds of one; nothing before there was one."""
+        return self.tokens / max(self.rounds, 1e-9), self.seconds / max(self.rounds, 1e-9)
+
 
 @dataclasses.dataclass
 class _Load:
@@ -82,6 +87,12 @@ class _Load:
     @property
     def measured(self) -> bool:
         return all(speed.rounds for speed in self.speeds.values())
+
+    @property
+    def gain(self) -> tuple[float, float]:
+        """Tokens and seconds that drafts add to a round."""
+        drafted, plain = self.speeds[True].round, self.speeds[False].round
+        return drafted[0] - plain[0], drafted[1] - plain[1]
 
     @property
     def best(self) -> float:
@@ -131,7 +142,8 @@ class DraftSwitch:
     def break_even(self, requests: int, prefilling: bool = False) -> float:
         """Accepted drafts a round and request that pay for drafting at this load; 0 until both kinds were measured."""
         load = self._load(requests, prefilling)
-        return self._worth(requests, prefilling) * self._longer(load) / requests if load.measured and requests else 0.0
+        _, longer = load.gain
+        return self._worth(requests, prefilling) * longer / requests if load.measured and requests else 0.0
 
     def _load(self, requests: int, prefilling: bool) -> _Load:
         key = round(4 * math.log2(max(requests, 1))), prefilling
@@ -149,17 +161,10 @@ class DraftSwitch:
         decoding, own = self._load(requests, False), self._load(requests, prefilling)
         return decoding.best if prefilling and decoding.measured else own.speeds[False].rate
 
-    @staticmethod
-    def _longer(load: _Load) -> float:
-        """Seconds that drafts add to a round."""
-        drafted, plain = load.speeds[True], load.speeds[False]
-        return drafted.seconds / drafted.rounds - plain.seconds / plain.rounds
-
     def _decide(self, requests: int, prefilling: bool) -> None:
         load = self._load(requests, prefilling)
-        drafted, plain = load.speeds[True], load.speeds[False]
-        more = drafted.tokens / drafted.rounds - plain.tokens / plain.rounds
-        better = more > self._worth(requests, prefilling) * self._longer(load)
+        more, longer = load.gain
+        better = more > self._worth(requests, prefilling) * longer
         load.period = min(2 * load.period, self._longest) if better == load.drafting else self._first
         load.drafting, load.wait = better, load.period
 

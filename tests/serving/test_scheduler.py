@@ -254,3 +254,10 @@ def test_one_request_is_not_judged_by_a_few_rounds() -> None:
             more = 4 * int(rng.random() < 0.3)
             switch.observe(1, drafting, 1 + more * drafting, 1.35 if drafting else 1.0)
         assert drafted > 1400, (seed, drafted)
+
+
+def test_a_server_that_is_kept_from_drafting_decides_without_it() -> None:
+    switch = DraftSwitch()
+    for _ in range(100):
+        switch.observe(8, False, 8, 0.01)
+    assert not switch.drafting(8) and switch.break_even(8) == 0.0
