@@ -164,7 +164,8 @@ class DraftSwitch:
     def _decide(self, requests: int, prefilling: bool) -> None:
         load = self._load(requests, prefilling)
         more, longer = load.gain
-        better = more > self._worth(requests, prefilling) * longer
+        pays = more > self._worth(requests, prefilling) * longer
+        better = pays if load.measured else load.speeds[True].rounds > 0
         load.period = min(2 * load.period, self._longest) if better == load.drafting else self._first
         load.drafting, load.wait = better, load.period
 

@@ -256,8 +256,8 @@ def test_one_request_is_not_judged_by_a_few_rounds() -> None:
         assert drafted > 1400, (seed, drafted)
 
 
-def test_a_server_that_is_kept_from_drafting_decides_without_it() -> None:
+def test_a_server_that_is_kept_from_drafting_decides_against_it() -> None:
     switch = DraftSwitch()
-    for _ in range(100):
+    for _ in range(30):  # as while rounds without drafts are profiled
         switch.observe(8, False, 8, 0.01)
     assert not switch.drafting(8) and switch.break_even(8) == 0.0
