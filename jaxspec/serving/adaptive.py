@@ -107,14 +107,14 @@ class DraftSwitch:
     a load of their own. The chunk is paid for either way, so that drafts pay there if they bring more tokens for the
     seconds that they add than a round without a chunk would in these seconds.
 
-    The loser is tried again for `trial` rounds, after `first` rounds, then after twice as long each time that it loses
-    again, up to `longest`; so what trials cost stays below trial / longest of the loss. What drafts bring varies from
+    The loser is tried again for `trial` rounds, after `first` rounds, then after four times as long each time that it
+    loses again, up to `longest`; so what trials cost stays below trial / longest of the loss. What drafts bring varies from
     round to round and request to request: speeds are means over about `memory` rounds of a request, and drafts are not
     judged by fewer than `evidence` of them. A trial leaves a quarter of what was known of the loser, since the world
     may have changed.
     """
 
-    def __init__(self, *, trial: int = 4, first: int = 64, longest: int = 4096, memory: int = 1024, evidence: int = 32):
+    def __init__(self, *, trial: int = 2, first: int = 64, longest: int = 4096, memory: int = 1024, evidence: int = 32):
         self._trial, self._first, self._longest = trial, first, longest
         self._memory, self._evidence = memory, evidence
         self._loads: dict[tuple[int, bool], _Load] = {}
@@ -166,7 +166,7 @@ class DraftSwitch:
         more, longer = load.gain
         pays = more > self._worth(requests, prefilling) * longer
         better = pays if load.measured else load.speeds[True].rounds > 0
-        load.period = min(2 * load.period, self._longest) if better == load.drafting else self._first
+        load.period = min(4 * load.period, self._longest) if better == load.drafting else self._first
         load.drafting, load.wait = better, load.period
 
 

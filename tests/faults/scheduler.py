@@ -158,7 +158,7 @@ SCHEDULER = [
     Mutant(
         "adaptive-trials-at-a-fixed-pace",
         _ADAPTIVE,
-        "load.period = min(2 * load.period, self._longest) if better == load.drafting else self._first",
+        "load.period = min(4 * load.period, self._longest) if better == load.drafting else self._first",
         "load.period = self._first",
         (f"{_TESTS}::test_the_switch_tries_the_loser_again_and_less_and_less_often",),
         "trials of what loses get rarer",

@@ -196,16 +196,16 @@ def test_what_is_not_tried_any_more_drifts_back_and_is_tried_again() -> None:
 
 
 def test_the_switch_tries_the_loser_again_and_less_and_less_often() -> None:
-    switch, tried = DraftSwitch(trial=4, first=16, longest=64), []
-    for step in range(400):
+    switch, tried = DraftSwitch(trial=4, first=16, longest=256), []
+    for step in range(900):
         drafting = switch.drafting(8)
         if drafting:
             tried.append(step)
         switch.observe(8, drafting, 16 if drafting else 20, 0.01)
     assert tried[:4] == [0, 1, 2, 3]
     starts = [step for step in tried if step - 1 not in tried]
-    assert np.diff(starts[1:]).tolist()[:3] == [36, 68, 68]
-    for _ in range(70):  # the drafter pays now: the next trial finds out
+    assert np.diff(starts[1:]).tolist()[:3] == [68, 260, 260]
+    for _ in range(270):  # the drafter pays now: the next trial finds out
         drafting = switch.drafting(8)
         switch.observe(8, drafting, 40 if drafting else 20, 0.01)
     assert switch.drafting(8)
