@@ -108,10 +108,10 @@ class DraftSwitch:
     seconds that they add than a round without a chunk would in these seconds.
 
     The loser is tried again for `trial` rounds, after `first` rounds, then after four times as long each time that it
-    loses again, up to `longest`; so what trials cost stays below trial / longest of the loss. What drafts bring varies from
-    round to round and request to request: speeds are means over about `memory` rounds of a request, and drafts are not
-    judged by fewer than `evidence` of them. A trial leaves a quarter of what was known of the loser, since the world
-    may have changed.
+    loses again, up to `longest`; so what trials cost stays below trial / longest of the loss. What drafts bring varies
+    from round to round and request to request: speeds are means over about `memory` rounds of a request, and drafts are
+    not judged by fewer than `evidence` of them. A trial leaves a quarter of what was known of the loser, since the
+    world may have changed.
     """
 
     def __init__(self, *, trial: int = 2, first: int = 64, longest: int = 4096, memory: int = 1024, evidence: int = 32):
