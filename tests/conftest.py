@@ -59,6 +59,7 @@ _quick_compiler()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", metavar="NAME", help="run only the long check NAME (`?` lists them)")
+    parser.addoption("--fast-only", metavar="PATH", action="append", default=[], help="leaves out ci tests there")
     parser.addoption("--slow-result", metavar="FILE", help="where --slow writes its result (JSON)")
 
 
@@ -85,6 +86,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             f"no test is marked slow({wanted!r}); expected one of: {', '.join(known) or 'none yet'}"
         )
     keep = [item for item in items if names[item] == wanted] if wanted else [i for i in items if names[i] is None]
+    fast_only = [ROOT / path for path in config.getoption("--fast-only")]
+    keep = [i for i in keep if not (i.get_closest_marker("ci") and any(i.path.is_relative_to(p) for p in fast_only))]
     dropped = [item for item in items if item not in set(keep)]
     if dropped:
         config.hook.pytest_deselected(items=dropped)

@@ -54,8 +54,8 @@ def test_all_stages_end_inside_50_minutes(root: Path) -> None:
 
 
 @pytest.mark.parametrize("newest", [True, False])
-def test_every_file_runs_whole_on_one_python(root: Path, tmp_path: Path, newest: bool) -> None:
-    """Left out of the first suite are just the files that a later stage names, and only where that stage will run."""
+def test_every_test_runs_on_one_python(root: Path, tmp_path: Path, newest: bool) -> None:
+    """The first suite leaves out just what a later stage names, and only where that stage will run."""
     (tmp_path / "tools").mkdir()
     (tmp_path / "tools/stages.py").write_text((root / "tools/stages.py").read_text())
     if newest:
@@ -63,12 +63,26 @@ def test_every_file_runs_whole_on_one_python(root: Path, tmp_path: Path, newest:
         (tmp_path / ".venv-3.12/.stamp-setup").touch()
     stages = tool(tmp_path, "stages")
     by_name = {stage.name: stage for stage in stages.stages()}
-    left_out = {word.partition("=")[2] for word in by_name["tests"].command if word.startswith("--ignore=")}
-    later = by_name["long files on 3.12"]
+    left_out = {word.partition("=")[2] for word in by_name["tests"].command if word.startswith("--fast-only=")}
+    later = by_name["longer tests on 3.12"]
     assert left_out == (set(stages.NEWEST) if newest else set())
-    assert left_out <= set(later.command) and "-m" not in later.command[3:]
+    assert left_out <= set(later.command) and later.command[-len(stages.NEWEST) - 2 :][:2] == ("-m", "ci")
     assert (tmp_path / later.only_if).exists() == newest
     assert all((root / path).exists() for path in stages.NEWEST)
+
+
+@pytest.mark.ci
+def test_fast_only_leaves_out_longer_tests_of_a_path_and_nothing_else(root: Path) -> None:
+    def collected(*more: str) -> set[str]:
+        command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *more]
+        files = ["tests/drafters/test_tree_confidence.py", "tests/decoding/test_trees.py"]
+        done = subprocess.run([*command, *files], cwd=root, capture_output=True, text=True, check=True)
+        return {line for line in done.stdout.splitlines() if "::" in line}
+
+    every, some = collected(), collected("--fast-only=tests/drafters/test_tree_confidence.py")
+    longer = collected("-m", "ci")
+    assert every - some == {name for name in longer if "tree_confidence" in name} != set()
+    assert some & longer
 
 
 def test_a_result_is_stale_when_its_code_changed(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

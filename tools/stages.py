@@ -22,13 +22,21 @@ WORKERS = "2"
 NEWEST = (
     "tests/decoding/test_identity.py",
     "tests/decoding/test_smollm2.py",
+    "tests/drafters/test_dflash2_serving.py",
+    "tests/drafters/test_dflash2_training.py",
+    "tests/drafters/test_eagle_identity.py",
+    "tests/drafters/test_tree_confidence.py",
+    "tests/drafters/test_untrained_methods.py",
     "tests/oracle",
     "tests/serving/test_profile.py",
-    "tests/test_bench_training.py",
     "tests/test_bench_devices.py",
+    "tests/test_bench_training.py",
+    "tests/training/test_broken_runs.py",
+    "tests/training/test_run.py",
+    "tests/training/test_step.py",
 )
-"""Long files that run on one Python alone: on the newest, with the newest jax, where there is one, so that neither
-takes 15 minutes. Without it they run with the rest."""
+"""Files whose longer tests run on one Python alone: on the newest, with the newest jax, where there is one, so that
+neither takes 15 minutes. Without it they run with the rest."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +60,10 @@ def stages() -> Iterator[Stage]:
     yield Stage("setup-312", ("make", "--no-print-directory", "setup-312"), 150)
     yield Stage("lint", ("make", "--no-print-directory", "lint"), 100)
     stamp = ".venv-3.12/.stamp-setup"
-    elsewhere = [f"--ignore={path}" for path in NEWEST] if (ROOT / stamp).exists() else []
-    yield Stage("tests", _pytest(PYTHON, "--durations=25", *elsewhere), 1600)
-    yield Stage("fast tests on 3.12", _pytest(PYTHON312, "-m", "not ci", *elsewhere), 300, only_if=stamp)
-    yield Stage("long files on 3.12", _pytest(PYTHON312, *NEWEST), 660, only_if=stamp)
+    elsewhere = [f"--fast-only={path}" for path in NEWEST] if (ROOT / stamp).exists() else []
+    yield Stage("tests", _pytest(PYTHON, "--durations=25", *elsewhere), 1300)
+    yield Stage("fast tests on 3.12", _pytest(PYTHON312, "-m", "not ci"), 360, only_if=stamp)
+    yield Stage("longer tests on 3.12", _pytest(PYTHON312, "-m", "ci", *NEWEST), 900, only_if=stamp)
     yield Stage("slow results", (PYTHON, "tools/slow_results.py", "stale"), 20)
 
 
