@@ -50,10 +50,13 @@ bench-decode: setup  ## rounds and their cost curve on this machine's GPU; write
 
 bench-serving: setup  ## trains two drafters, then the engine under load; writes results/h200/serving.json
 	@$(PY) tools/bench_drafters.py --out out/bench
-	@$(PY) tools/bench_serving.py --dflash out/bench/dflash --dspark out/bench/dspark --sts out/bench/sts.json
-	@for some in 1,8,32 64,128 256; do \
-	  $(PY) tools/bench_serving.py --shape qwen3-4b --rates-of results/h200/serving.json --chunk 128 --max-context 320 \
-	    --concurrency $$some --out results/h200/serving-qwen3-4b-$$(echo $$some | tr , -).json; done
+	@failed=0; run() { $(PY) tools/bench_serving.py "$$@" || failed=1; }; \
+	run --dflash out/bench/dflash --dspark out/bench/dspark --sts out/bench/sts.json; \
+	shape="--shape qwen3-4b --rates-of results/h200/serving.json --chunk 128 --max-context 320"; \
+	out=results/h200/serving-qwen3-4b; \
+	run $$shape --concurrency 8,32,64 --overlap 32 --out $$out-8-32-64.json; \
+	for one in 1 128 256; do run $$shape --concurrency $$one --overlap "" --profile-at 0 --out $$out-$$one.json; done; \
+	exit $$failed
 
 bench-training: setup  ## the training step on this machine's GPU; writes results/h200/training.json
 	@$(PY) tools/bench_training.py --online dspark --json results/h200/training.json
